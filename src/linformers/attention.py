@@ -1,0 +1,350 @@
+r"""Multi-head linear attention, equation 7: $\mathrm{softmax}(Q W_Q (E^T K W_K)^T / \sqrt{d})\, F^T V W_V$."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .config import (
+    NO_CAUSAL,
+    PROJECTION_INITS,
+    PROJECTIONS,
+    SHARINGS,
+    check_choice,
+    check_heads,
+    check_probability,
+    check_projected_lengths,
+    check_size,
+)
+from .ops.ranks import Ranks, move_to_front, zero_padding
+from .ops.reference import attend
+from .projections import IdentityProjection, LayerProjections, LinearProjection, Projections, SequenceProjection
+
+# transformers' other attention functions take masks of a form that projected keys cannot have.
+MASKING_IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+class ProjectedAttention(nn.Module):
+    r"""Attention onto projected keys and values, with E and F handed in at each call.
+
+    $$\mathrm{head}_i = \mathrm{softmax}\left(\frac{(x W_Q + b_Q)\,(E^T x W_K + b_K)^T}{\sqrt{d_{head}}}\right)
+    (F^T x W_V + b_V)$$
+
+    The biases are added after projecting. Where one E serves all heads it commutes with W, and $(E^T x) W$ costs k
+    rows of W instead of n; otherwise the order is the paper's, $E^T (x W)$.
+
+    Args:
+        hidden_size: d, the channels of input and output.
+        num_heads: h.
+        projected_lengths: k of each head. Heads of equal k attend together, so that a smaller k costs less.
+        dropout: the probability with which an entry of $\bar P$ is dropped in training.
+        layer_idx: the number of the layer in its model, if it has one.
+    """
+
+    is_causal = False  # transformers' attention functions read it
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        projected_lengths: Sequence[int],
+        dropout: float = 0.0,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads
+        self.scaling = self.head_dim**-0.5
+        self.groups = group_heads(projected_lengths)
+        self.dropout = dropout
+        self.layer_idx = layer_idx
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.value = nn.Linear(hidden_size, hidden_size)
+        self.output = nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        projections: LayerProjections,
+        ranks: Ranks | None = None,
+        context: Tensor | None = None,
+        context_ranks: Ranks | None = None,
+        attn_implementation: str = "sdpa",
+    ) -> tuple[Tensor, Tensor | None]:
+        r"""Attend from `hidden_states` (b, n, d) to its own projection, or to that of `context`.
+
+        Returns:
+            The result (b, n, d) and, from `attn_implementation="eager"`, $\bar P$ (b, h, n, k).
+        """
+        if ranks is not None:
+            hidden_states = zero_padding(hidden_states, ranks.mask)
+        if context is None:
+            context, context_ranks = hidden_states, ranks
+        elif context_ranks is not None:
+            context = zero_padding(context, context_ranks.mask)
+
+        query = self._split_heads(self.query(hidden_states))  # (b, h, n, d_head)
+        results = [
+            self._attend(query[:, group.heads], key, value, slots, attn_implementation)
+            for group, key, value, slots in self.project(context, projections, context_ranks)
+        ]
+        heads = self._in_order([result for result, _ in results], dim=2)  # (b, n, h, d_head)
+        return self.output(heads.flatten(2)), self._merge_probs([probs for _, probs in results])
+
+    def project(
+        self, context: Tensor, projections: LayerProjections, ranks: Ranks | None
+    ) -> list[tuple[HeadGroup, Tensor, Tensor, Tensor | None]]:
+        """For each group of heads its projected keys and values, (b, h, k, d_head), and which of them are filled."""
+        E, F = projections.keys, projections.values
+        lengths = None if ranks is None else ranks.lengths
+        if ranks is not None and not isinstance(E[0], IdentityProjection):
+            context = move_to_front(context, ranks)
+
+        if len(E) == 1 and E[0].commutes:
+            short_keys = self._shorten(context, E[0], lengths)
+            short_values = short_keys if F[0] is E[0] else self._shorten(context, F[0], lengths)
+            keys = [self._linear(self.key, x, group) for x, group in zip(short_keys, self.groups, strict=True)]
+            values = [self._linear(self.value, x, group) for x, group in zip(short_values, self.groups, strict=True)]
+        else:
+            keys = self._linear_then_shorten(self.key, context, E, lengths)
+            values = self._linear_then_shorten(self.value, context, F, lengths)
+
+        def filled(group: HeadGroup) -> Tensor | None:
+            if ranks is not None and isinstance(E[0], IdentityProjection):
+                return ranks.mask
+            return E[0].slot_mask(context.shape[1], lengths, group.projected_length)
+
+        return [(group, key, value, filled(group)) for group, key, value in zip(self.groups, keys, values, strict=True)]
+
+    def _shorten(self, context: Tensor, projection: SequenceProjection, lengths: Tensor | None) -> list[Tensor]:
+        """$E^T x$ for each group of heads, (b, k, d)."""
+        finest = max(group.projected_length for group in self.groups)
+        nested = all(finest % group.projected_length == 0 for group in self.groups)
+        if isinstance(projection, LinearProjection) and nested:
+            # Averaging the finest projected tokens is cheaper than projecting the whole input again.
+            projected = projection.project(context, lengths, finest)
+            return [projection.coarsen(projected, group.projected_length) for group in self.groups]
+        return [projection.project(context, lengths, group.projected_length) for group in self.groups]
+
+    def _linear(self, linear: nn.Linear, tokens: Tensor, group: HeadGroup) -> Tensor:
+        """$x W + b$ for the heads of a group: (b, k, d) to (b, h, k, d_head)."""
+        if len(self.groups) == 1:
+            return self._split_heads(linear(tokens))
+        weight = linear.weight.unflatten(0, (self.num_heads, -1))[group.heads].flatten(0, 1)
+        bias = linear.bias.unflatten(0, (self.num_heads, -1))[group.heads].flatten()
+        return self._split_heads(functional.linear(tokens, weight, bias))
+
+    def _linear_then_shorten(
+        self, linear: nn.Linear, context: Tensor, projections: Sequence[SequenceProjection], lengths: Tensor | None
+    ) -> list[Tensor]:
+        """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head)."""
+        heads = self._split_heads(functional.linear(context, linear.weight))  # (b, h, n, d_head)
+        bias = linear.bias.unflatten(0, (self.num_heads, 1, -1)).to(heads.dtype)  # (h, 1, d_head)
+        results = []
+        for group in self.groups:
+            own = projections if len(projections) == 1 else [projections[head] for head in group.numbers]
+            weights = None
+            if len(own) > 1:
+                weights = torch.stack([projection.weights(context.shape[1]) for projection in own])  # type: ignore
+            short = own[0].project(heads[:, group.heads], lengths, group.projected_length, weights)
+            results.append(short + bias[group.heads])
+        return results
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor | None, attn_implementation: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' output (b, n, h, d_head) and, from the eager implementation, P̄."""
+        mask = None
+        if slots is not None:
+            if attn_implementation not in MASKING_IMPLEMENTATIONS:
+                raise ValueError(
+                    f"attn_implementation={attn_implementation!r} cannot leave out projected keys, and padding or an "
+                    f"input shorter than n makes that necessary here; use one of {MASKING_IMPLEMENTATIONS}"
+                )
+            # A row without any real token attends to zeros: no implementation need know of it, and none makes NaN.
+            value = torch.where(slots[:, None, :, None], value, 0)
+            mask = slots[:, None, None, :]
+            if attn_implementation != "eager":
+                mask = mask | ~mask.any(-1, keepdim=True)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(attn_implementation, eager_attention)
+        dropout = self.dropout if self.training else 0.0
+        return interface(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, is_causal=False)
+
+    def _split_heads(self, tokens: Tensor) -> Tensor:
+        return tokens.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, h, n, d_head)
+
+    def _in_order(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Join what the groups made along their axis of heads, in the order of the heads."""
+        if len(parts) == 1:
+            return parts[0]
+        numbers = [head for group in self.groups for head in group.numbers]
+        joined = torch.cat(parts, dim)
+        if numbers == sorted(numbers):
+            return joined
+        places = torch.tensor(numbers, device=joined.device).argsort()
+        return joined.index_select(dim, places)
+
+    def _merge_probs(self, probs: list[Any]) -> Tensor | None:
+        if probs[0] is None:
+            return None
+        widest = max(p.shape[-1] for p in probs)
+        return self._in_order([functional.pad(p, (0, widest - p.shape[-1])) for p in probs], dim=1)
+
+
+class LinformerAttention(ProjectedAttention):
+    r"""Multi-head linear attention with its own E and F: a layer for anybody's model.
+
+    ```python
+    attention = LinformerAttention(hidden_size=768, num_heads=12, max_length=4096, projected_length=256)
+    y = attention(x, attention_mask)                    # self-attention
+    y = attention(x, context=z, context_mask=z_mask)    # queries from x, projected keys and values from z
+    ```
+
+    Args:
+        hidden_size: d, the channels of input and output.
+        num_heads: h.
+        max_length: n, the longest sequence that keys and values may come from.
+        projected_length: k, or one for each head.
+        sharing: `"none"`, `"headwise"` or `"key-value"`; `"layerwise"` is `"key-value"` in a single layer.
+        projection: `"linear"`, `"mean"`, `"max"`, `"conv"` or `"identity"` (standard attention).
+        projection_init: `"window"` or `"gaussian"`.
+        projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$.
+        dropout: the probability with which an entry of $\bar P$ is dropped in training.
+        attn_implementation: `"sdpa"`, `"eager"`, or any other that transformers knows.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        max_length: int,
+        projected_length: int | Sequence[int],
+        *,
+        sharing: str = "headwise",
+        projection: str = "linear",
+        projection_init: str = "window",
+        projection_scale: float | None = None,
+        dropout: float = 0.0,
+        attn_implementation: str = "sdpa",
+    ) -> None:
+        for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("max_length", max_length)):
+            check_size(name, size)
+        check_heads(hidden_size, num_heads, "num_heads")
+        check_probability("dropout", dropout)
+        check_choice("sharing", sharing, SHARINGS)
+        check_choice("projection", projection, PROJECTIONS)
+        check_choice("projection_init", projection_init, PROJECTION_INITS)
+        check_choice("attn_implementation", attn_implementation, ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()])
+        lengths = list(projected_length) if isinstance(projected_length, Sequence) else [projected_length] * num_heads
+        if projection == "identity":
+            lengths = [max_length] * num_heads
+        if len(lengths) != num_heads:
+            raise ValueError(f"projected_length has {len(lengths)} entries, one per head, but num_heads={num_heads}")
+        check_projected_lengths([lengths], max_length, projection=projection, sharing=sharing, length_name="max_length")
+        super().__init__(hidden_size, num_heads, lengths, dropout)
+        self.max_length = max_length
+        self.attn_implementation = attn_implementation
+        self.projections = Projections(
+            [lengths],
+            max_length,
+            self.head_dim,
+            projection=projection,
+            sharing=sharing,
+            init=projection_init,
+            scale=projection_scale,
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        is_causal: bool = False,
+        output_attentions: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        r"""Attend from `hidden_states` (b, n, d) to its own projection, or to that of `context` (b, m, d).
+
+        Args:
+            hidden_states: where the queries come from and, without `context`, the keys and values too.
+            attention_mask: true or 1 at the real tokens of `hidden_states`, (b, n); what the others hold is ignored.
+            context: where keys and values come from instead.
+            context_mask: true or 1 at the real tokens of `context`, (b, m).
+            is_causal: refused, for a reason.
+            output_attentions: also return $\bar P$ (b, h, n, k).
+        """
+        if is_causal:
+            raise ValueError(f"is_causal=True is not possible: {NO_CAUSAL}")
+        if context_mask is not None and context is None:
+            raise ValueError("context_mask was given without context; the mask of hidden_states is attention_mask")
+        source, source_name = (hidden_states, "hidden_states") if context is None else (context, "context")
+        check_length(source_name, source.shape[1], self.max_length)
+        output, probs = super().forward(
+            hidden_states,
+            self.projections.of_layer(0),
+            ranks_of("attention_mask", attention_mask, hidden_states),
+            context,
+            ranks_of("context_mask", context_mask, source),
+            "eager" if output_attentions else self.attn_implementation,
+        )
+        return (output, probs) if output_attentions else output
+
+
+class HeadGroup(NamedTuple):
+    """Heads that have the same projected length and attend together."""
+
+    projected_length: int
+    numbers: list[int]
+    heads: slice | list[int]
+    """The same heads as an index, a slice wherever possible: no copy."""
+
+
+def group_heads(projected_lengths: Sequence[int]) -> list[HeadGroup]:
+    groups = []
+    for k in dict.fromkeys(projected_lengths):
+        numbers = [head for head, length in enumerate(projected_lengths) if length == k]
+        adjacent = numbers[-1] - numbers[0] + 1 == len(numbers)
+        groups.append(HeadGroup(k, numbers, slice(numbers[0], numbers[-1] + 1) if adjacent else numbers))
+    return groups
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """`ops.reference.attend` behind transformers' attention interface."""
+    output, probs = attend(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
+    return output.transpose(1, 2), probs
+
+
+def check_length(name: str, length: int, max_length: int) -> None:
+    if length > max_length:
+        raise ValueError(
+            f"{name} has {length} tokens, but the longest sequence this model takes is n={max_length}; "
+            f"shorten the input or call model.resize_length({length})"
+        )
+
+
+def ranks_of(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:
+    """The ranks of the real tokens of `tokens` (b, n, ...), once its mask has been checked."""
+    if mask is None:
+        return None
+    expected = tuple(tokens.shape[:2])
+    if mask.dim() != 2 or mask.shape[0] != expected[0] or mask.shape[1] != expected[1]:
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected (batch, length) = {expected}")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"{name} has type {mask.dtype}, expected bool or integers: 1 for a real token, 0 for padding")
+    return Ranks.of(mask)

@@ -1,0 +1,218 @@
+"""The choices of the paper as a transformers config: n, k, who shares a projection, and which projection it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
+SHARINGS = ("none", "headwise", "key-value", "layerwise")
+PROJECTION_INITS = ("window", "gaussian")
+
+# Projections whose windows have the fixed size n/k, which must therefore be whole.
+WINDOWED = ("mean", "max", "conv")
+
+NO_CAUSAL = (
+    "a projected key mixes all positions, so masking the future after E and F would still leak it; "
+    "Linformer is an encoder and has no causal mode"
+)
+
+# Names close to a field of ours that transformers itself puts into configs.
+FOREIGN_NAMES = ("sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id")
+
+
+class LinformerConfig(PreTrainedConfig):
+    r"""Configuration of a Linformer encoder; fields that RoBERTa has too keep RoBERTa's names.
+
+    Args:
+        max_position_embeddings: n, the longest sequence accepted (exactly n: no offset for padding).
+        projected_length: k, the number of projected keys and values each query attends to. One number, one per
+            layer, or for each layer one per head.
+        sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
+            `"headwise"`: one E and one F a layer; `"key-value"`: one E = F a layer; `"layerwise"`: one E for all.
+        projection: `"linear"` (learned matrices), `"mean"` or `"max"` pooling, `"conv"` (learned depthwise kernels),
+            or `"identity"`: no projection, the standard Transformer with everything else equal.
+        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"gaussian"` as
+            $N(0, 1/n)$.
+        projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
+            means $0.12\,k/n$.
+        norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
+        sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.
+
+    Raises:
+        ValueError: a field has a value, or two fields a combination, that no Linformer can have.
+    """
+
+    model_type = "linformer"
+    base_model_fsdp_plan: ClassVar = {"embeddings": "free_full_weight", "layers.*": "free_full_weight"}
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    norm_first: bool = False
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | None = 2
+    classifier_dropout: float | None = None
+    tie_word_embeddings: bool = True
+    sparse_prediction: bool = False
+
+    projected_length: int | list[int] | list[list[int]] = 256
+    sharing: str = "layerwise"
+    projection: str = "linear"
+    projection_init: str = "window"
+    projection_scale: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_misspelt(kwargs)
+        self.projected_length = _as_lists(self.projected_length)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    @property
+    def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """The k of each head of each layer, in whichever form `projected_length` is; n under `identity`."""
+        layers, heads, lengths = self.num_hidden_layers, self.num_attention_heads, self.projected_length
+        if self.projection == "identity":
+            lengths = self.max_position_embeddings
+        if isinstance(lengths, int):
+            lengths = [lengths] * layers
+        return tuple((k,) * heads if isinstance(k, int) else tuple(k) for k in lengths)
+
+    def check(self) -> None:
+        """Raise a `ValueError` that names the first field, or pair of fields, that cannot be."""
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "type_vocab_size",
+        )
+        for name in sizes:
+            check_size(name, getattr(self, name))
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            check_probability(name, getattr(self, name))
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id={self.pad_token_id} must lie below vocab_size={self.vocab_size}")
+        check_choice("hidden_act", self.hidden_act, ACT2FN)
+        check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
+        for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
+            if getattr(self, name, False):
+                raise ValueError(f"{name}=True is not possible: {NO_CAUSAL}")
+
+        check_choice("projection", self.projection, PROJECTIONS)
+        check_choice("sharing", self.sharing, SHARINGS)
+        check_choice("projection_init", self.projection_init, PROJECTION_INITS)
+        if self.projection_scale is not None and not self.projection_scale > 0:
+            raise ValueError(f"projection_scale={self.projection_scale} must be positive, or None for 0.12·k/n")
+        if self.projection != "identity":
+            self._check_projected_length_shape()
+            check_projected_lengths(
+                self.projected_lengths,
+                self.max_position_embeddings,
+                projection=self.projection,
+                sharing=self.sharing,
+                length_name="max_position_embeddings",
+            )
+
+    def _check_projected_length_shape(self) -> None:
+        if not isinstance(self.projected_length, list):
+            check_size("projected_length", self.projected_length)
+            return
+        if len(self.projected_length) != self.num_hidden_layers:
+            raise ValueError(
+                f"projected_length has {len(self.projected_length)} entries, one per layer, "
+                f"but num_hidden_layers={self.num_hidden_layers}"
+            )
+        for layer, lengths in enumerate(self.projected_length):
+            if not isinstance(lengths, list):
+                check_size(f"projected_length[{layer}]", lengths)
+            elif len(lengths) != self.num_attention_heads:
+                raise ValueError(
+                    f"projected_length[{layer}] has {len(lengths)} entries, one per head, "
+                    f"but num_attention_heads={self.num_attention_heads}"
+                )
+
+    def _refuse_misspelt(self, unknown: Iterable[str]) -> None:
+        """Refuse an unknown key that looks like a field: transformers keeps unknown keys, which then do nothing."""
+        fields = [field.name for field in dataclasses.fields(self)]
+        for name in unknown:
+            if hasattr(type(self), name) or name in FOREIGN_NAMES:
+                continue
+            if nearest := difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
+                raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {nearest[0]!r}?")
+
+
+def check_size(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def check_probability(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+        raise ValueError(f"{name}={value!r} must be a probability: at least 0 and below 1")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if value in choices:
+        return
+    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{hint}")
+
+
+def check_heads(hidden_size: int, num_heads: int, name: str) -> None:
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size={hidden_size} is not divisible by {name}={num_heads}")
+
+
+def check_projected_lengths(
+    lengths: Sequence[Sequence[int]], max_length: int, *, projection: str, sharing: str, length_name: str
+) -> None:
+    """Check k of each layer and head against n and against the k of those that share its projection."""
+    for k in {k for layer in lengths for k in layer}:
+        check_size("projected_length", k)
+        if k > max_length:
+            raise ValueError(f"projected_length={k} exceeds {length_name}={max_length}; k can be at most n")
+        if projection in WINDOWED and max_length % k:
+            raise ValueError(
+                f"projected_length={k} does not divide {length_name}={max_length}, as the windows of "
+                f"projection={projection!r} need; projection='linear' takes any k"
+            )
+    if sharing == "none" or projection not in ("linear", "conv"):
+        return
+    sharers = [[k for layer in lengths for k in layer]] if sharing == "layerwise" else lengths
+    for group in sharers:
+        if projection == "conv" and len(set(group)) > 1:
+            raise ValueError(
+                f"projected_length={sorted(set(group))} cannot differ where projection='conv' is shared "
+                f"(sharing={sharing!r}): one kernel has one size n/k"
+            )
+        for k in group:
+            if max(group) % k:
+                raise ValueError(
+                    f"projected_length={k} does not divide {max(group)}, the largest among those that share a "
+                    f"projection under sharing={sharing!r}"
+                )
+
+
+def _as_lists(lengths: Any) -> Any:
+    """JSON knows lists alone, so tuples become lists."""
+    return [_as_lists(k) for k in lengths] if isinstance(lengths, list | tuple) else lengths

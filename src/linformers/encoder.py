@@ -1,0 +1,349 @@
+"""The Linformer encoder: embeddings, layers, and the model that sorts tokens by rank and hands out E and F."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import logging
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import ProjectedAttention, check_length, group_heads, ranks_of
+from .config import NO_CAUSAL, LinformerConfig
+from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
+from .projections import ConvProjection, LayerProjections, LinearProjection, Projections
+
+logger = logging.get_logger(__name__)
+
+
+class LinformerEmbeddings(nn.Module):
+    """Words, positions and token types, summed and normalised; a position is a rank, and starts as sinusoids."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, d, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, d)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
+        self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        ranks: Ranks | None,
+    ) -> Tensor:
+        words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (b, n, d)
+        positions = self.position_embeddings.weight
+        if ranks is None or ranks.places is None:
+            positions = positions[: words.shape[1]]
+        else:
+            positions = functional.embedding(ranks.places, positions)
+        types = self.token_type_embeddings.weight[0]
+        if token_type_ids is not None:
+            types = self.token_type_embeddings(token_type_ids)
+        embeddings = words + types + positions
+        if ranks is not None:
+            embeddings = zero_padding(embeddings, ranks.mask)
+        return self.dropout(self.norm(embeddings))
+
+    def resize_positions(self, max_length: int, cut: bool) -> None:
+        """Keep the first `max_length` positions, or stretch all of them to that number."""
+        old = self.position_embeddings.weight
+        if cut:
+            weight = old[:max_length].clone()
+        else:
+            stretched = functional.interpolate(old.mT[None].float(), max_length, mode="linear", align_corners=True)
+            weight = stretched[0].mT.to(old.dtype).contiguous()
+        self.position_embeddings = nn.Embedding.from_pretrained(weight, freeze=False)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with an activation between, applied to each token."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__()
+        self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.chunk_size = config.chunk_size_feed_forward
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        chunks = hidden_states.split(self.chunk_size, dim=1) if self.chunk_size else (hidden_states,)
+        results = [self.output(self.activation(self.intermediate(chunk))) for chunk in chunks]
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+
+class LinformerLayer(GradientCheckpointingLayer):
+    """Attention onto projected keys and values, then a feed-forward network, each with a residual and a LayerNorm."""
+
+    def __init__(self, config: LinformerConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = ProjectedAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.projected_lengths[layer_idx],
+            config.attention_probs_dropout_prob,
+            layer_idx,
+        )
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        projections: LayerProjections,
+        ranks: Ranks | None = None,
+        attn_implementation: str = "sdpa",
+    ) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            output, _ = self.attention(x, projections, ranks, attn_implementation=attn_implementation)
+            return self.dropout(output)
+
+        def transform(x: Tensor) -> Tensor:
+            return self.dropout(self.feed_forward(x))
+
+        x = hidden_states  # (b, n, d)
+        if self.config.norm_first:
+            x = x + attend(self.attention_norm(x))
+            return x + transform(self.feed_forward_norm(x))
+        x = self.attention_norm(x + attend(x))
+        return self.feed_forward_norm(x + transform(x))
+
+
+class LinformerPreTrainedModel(PreTrainedModel):
+    """What all Linformer models share: initial values, loading, and changing their length."""
+
+    config_class = LinformerConfig
+    base_model_prefix = "linformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["LinformerEmbeddings", "LinformerLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs: ClassVar = {"hidden_states": LinformerLayer, "attentions": ProjectedAttention}
+
+    def __init__(self, config: LinformerConfig, *args: Any, **kwargs: Any) -> None:
+        config.check()  # its fields may have been assigned to since it was made
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LinearProjection | ConvProjection):
+            module.reset_parameters()
+        elif isinstance(module, LinformerEmbeddings):
+            positions = module.position_embeddings.weight
+            # Sine and cosine have a root mean square of 1/√2.
+            init.copy_(positions, sinusoids(*positions.shape) * (self.config.initializer_range * math.sqrt(2)))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does; see `PreTrainedModel.from_pretrained`."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except RuntimeError as error:
+            where = {k: v for k, v in kwargs.items() if k in ("cache_dir", "revision", "subfolder", "token")}
+            saved = LinformerConfig.from_pretrained(pretrained_model_name_or_path, **where)
+            asked = copy.copy(kwargs.get("config") or saved)
+            lengths = ("max_position_embeddings", "projected_length")
+            for name in lengths:
+                setattr(asked, name, kwargs.get(name, getattr(asked, name)))
+            if all(getattr(saved, name) == getattr(asked, name) for name in lengths):
+                raise
+            raise ValueError(
+                f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.projected_length}, but "
+                f"n={asked.max_position_embeddings}, k={asked.projected_length} was asked for; load it as it is, then "
+                f"call model.resize_length({asked.max_position_embeddings}, {asked.projected_length})"
+            ) from error
+
+    @torch.no_grad()
+    def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
+        """Make a trained model take sequences of up to `max_length` tokens.
+
+        Where n shrinks at an unchanged n/k, rows and columns of E are cut off and outputs do not change. Otherwise E
+        and the positions are interpolated, and a little training helps. Optimisers must be made anew.
+
+        Args:
+            max_length: the new n.
+            projected_length: the new k, in any of the forms that `LinformerConfig` takes; `None` keeps it.
+        """
+        old = self.config
+        changes: dict[str, Any] = {"max_position_embeddings": max_length}
+        if projected_length is not None:
+            changes["projected_length"] = projected_length
+        new = LinformerConfig(**{**old.to_dict(), **changes})
+        n, new_n = old.max_position_embeddings, new.max_position_embeddings
+        if (n, old.projected_lengths) == (new_n, new.projected_lengths):
+            return
+        ratios_hold = all(
+            k * new_n == new_k * n
+            for heads, new_heads in zip(old.projected_lengths, new.projected_lengths, strict=True)
+            for k, new_k in zip(heads, new_heads, strict=True)
+        )
+        cut = new_n <= n and ratios_hold
+
+        model = self.base_model
+        projections = build_projections(new).to(self.device, self.dtype)
+        for projection, source in zip(projections, model.projections, strict=True):
+            if isinstance(projection, LinearProjection | ConvProjection):
+                (projection.load_slice if cut else projection.load_resampled)(source)
+        model.projections = projections
+        for layer, lengths in zip(model.layers, new.projected_lengths, strict=True):
+            layer.attention.groups = group_heads(lengths)
+        model.embeddings.resize_positions(new_n, cut)
+        old.max_position_embeddings, old.projected_length = new_n, new.projected_length
+
+
+class LinformerModel(LinformerPreTrainedModel):
+    r"""The Linformer encoder, from tokens to hidden states.
+
+    Positions are ranks: the model moves the real tokens of each row to its front, so that padding may stand on
+    either side or between tokens, and moves the result back.
+    """
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__(config)
+        self.embeddings = LinformerEmbeddings(config)
+        self.projections = build_projections(config)
+        self.layers = nn.ModuleList(LinformerLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
+        self.gradient_checkpointing = False
+        self.register_load_state_dict_pre_hook(refuse_other_length)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encode a batch.
+
+        Args:
+            input_ids: token numbers, (b, n).
+            attention_mask: 1 at real tokens, 0 at padding, (b, n), in any arrangement.
+            token_type_ids: segment numbers, (b, n).
+            inputs_embeds: embeddings to use instead of `input_ids`, (b, n, d).
+            **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `num_items_in_batch`.
+        """
+        check_arguments(kwargs)
+        tokens = check_inputs(input_ids, inputs_embeds, self.config)
+        ranks = ranks_of("attention_mask", attention_mask, tokens)
+
+        def asked_for(name: str) -> bool:
+            return bool(kwargs.get(name, getattr(self.config, name, False)))
+
+        attn_implementation = self.config._attn_implementation
+        if asked_for("output_attentions") and attn_implementation != "eager":
+            logger.warning_once(f"output_attentions=True: attn_implementation='eager' replaces {attn_implementation!r}")
+            attn_implementation = "eager"
+        # Whoever looks into the layers wants each token where it was, so there each layer sorts its keys itself.
+        looks_inside = asked_for("output_attentions") or asked_for("output_hidden_states")
+        moved_by = None if looks_inside else ranks
+        if moved_by is not None:
+            ranks = moved_by.sorted()
+            input_ids, token_type_ids, inputs_embeds = (
+                None if x is None else move_to_front(x, moved_by) for x in (input_ids, token_type_ids, inputs_embeds)
+            )
+
+        hidden_states = self.embeddings(input_ids, token_type_ids, inputs_embeds, ranks)  # (b, n, d)
+        for layer_idx, layer in enumerate(self.layers):
+            projections = self.projections.of_layer(layer_idx)
+            hidden_states = layer(hidden_states, projections, ranks, attn_implementation)
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states)
+        if moved_by is not None:
+            hidden_states = move_back(hidden_states, moved_by)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+# The keyword arguments of transformers that mean something to an encoder.
+KNOWN_ARGUMENTS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch")
+
+
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse a keyword argument that would have no effect."""
+    if kwargs.pop("is_causal", False):
+        raise ValueError(f"is_causal=True is not possible: {NO_CAUSAL}")
+    if kwargs.pop("position_ids", None) is not None:
+        raise ValueError("position_ids cannot be chosen: a token's position is its rank in attention_mask")
+    for name in kwargs:
+        if name not in KNOWN_ARGUMENTS:
+            nearest = difflib.get_close_matches(
+                name, ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS), n=1
+            )
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise TypeError(f"a Linformer takes no argument {name!r}{hint}")
+
+
+def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: LinformerConfig) -> Tensor:
+    """The one of the two that was given, once it has been checked."""
+    if input_ids is not None and inputs_embeds is None:
+        name, tokens, expected = "input_ids", input_ids, "(batch, length)"
+        fits = tokens.dim() == 2
+    elif inputs_embeds is not None and input_ids is None:
+        name, tokens, expected = "inputs_embeds", inputs_embeds, f"(batch, length, {config.hidden_size})"
+        fits = tokens.dim() == 3 and tokens.shape[2] == config.hidden_size
+    else:
+        raise ValueError("pass exactly one of input_ids and inputs_embeds")
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
+    check_length(name, tokens.shape[1], config.max_position_embeddings)
+    return tokens
+
+
+def build_projections(config: LinformerConfig) -> Projections:
+    return Projections(
+        config.projected_lengths,
+        config.max_position_embeddings,
+        config.hidden_size // config.num_attention_heads,
+        projection=config.projection,
+        sharing=config.sharing,
+        init=config.projection_init,
+        scale=config.projection_scale,
+    )
+
+
+def refuse_other_length(model: LinformerModel, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Say in one sentence what torch would say in one for each tensor."""
+    positions = state_dict.get(f"{prefix}embeddings.position_embeddings.weight")
+    max_length = model.config.max_position_embeddings
+    if positions is not None and len(positions) != max_length:
+        raise ValueError(
+            f"the checkpoint is for n={len(positions)}, the model for n={max_length}; load it into a model for "
+            f"n={len(positions)}, then call model.resize_length({max_length})"
+        )
+
+
+def sinusoids(max_length: int, hidden_size: int) -> Tensor:
+    """The fixed positions of Vaswani et al. (2017): sines in the even channels, cosines in the odd ones, (n, d)."""
+    channels = torch.arange(hidden_size)
+    angles = torch.arange(max_length)[:, None] / 10000 ** ((channels - channels % 2) / hidden_size)
+    return torch.where(channels % 2 == 0, angles.sin(), angles.cos())

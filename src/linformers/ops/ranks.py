@@ -1,0 +1,60 @@
+"""Positions as ranks: a token's position is its rank among the real tokens of its row, whatever the padding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ranks(NamedTuple):
+    """Which tokens of a batch are real, and in which order they stand.
+
+    Attributes:
+        mask: true at real tokens, (b, n).
+        lengths: the number of real tokens in each row, (b,).
+        places: where each token belongs when a row is sorted by rank with its padding last, (b, n); `None` in a
+            batch that is sorted already.
+        order: the token that belongs in each place, (b, n): the inverse of `places`.
+    """
+
+    mask: Tensor
+    lengths: Tensor
+    places: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Ranks:
+        mask = mask.bool()
+        lengths = mask.sum(1)
+        # A permutation of each row, found without sorting: real tokens by rank, padding behind them.
+        places = torch.where(mask, mask.cumsum(1) - 1, lengths[:, None] + (~mask).cumsum(1) - 1)
+        positions = torch.arange(mask.shape[1], device=mask.device).expand_as(places)
+        return cls(mask, lengths, places, torch.zeros_like(places).scatter(1, places, positions))
+
+    def sorted(self) -> Ranks:
+        """The ranks of the same batch after `move_to_front`."""
+        positions = torch.arange(self.mask.shape[1], device=self.mask.device)
+        return Ranks(positions < self.lengths[:, None], self.lengths)
+
+
+def move_to_front(tokens: Tensor, ranks: Ranks) -> Tensor:
+    """Sort each row of `tokens`, (b, n) or (b, n, d), by rank: its real tokens first, in their order."""
+    return tokens if ranks.order is None else _take(tokens, ranks.order)
+
+
+def move_back(tokens: Tensor, ranks: Ranks) -> Tensor:
+    """Undo `move_to_front`."""
+    return tokens if ranks.places is None else _take(tokens, ranks.places)
+
+
+def zero_padding(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Set `tokens` (b, n, d) to 0 where `mask` (b, n) is false: a choice, not a product, since 0 · NaN is NaN."""
+    return torch.where(mask[..., None], tokens, 0)
+
+
+def _take(tokens: Tensor, index: Tensor) -> Tensor:
+    if tokens.dim() == 3:
+        index = index[..., None].expand(-1, -1, tokens.shape[-1])
+    return tokens.gather(1, index)

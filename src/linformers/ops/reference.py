@@ -1,0 +1,42 @@
+"""Attention onto projected keys and values, the specification that every faster kernel is held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    r"""$\bar P\,V$ with $\bar P = \mathrm{softmax}(Q K^T \cdot \text{scaling})$, equation 7 of the paper.
+
+    Args:
+        query: (b, h, n, d_head).
+        key: the projected keys $E^T K W_K$, (b, h, k, d_head).
+        value: the projected values $F^T V W_V$, (b, h, k, d_head).
+        mask: true where a projected key may be seen, broadcastable to (b, h, n, k). A query that may see none
+            gets zeros.
+        scaling: usually $d_{head}^{-1/2}$.
+        dropout: the probability with which an entry of $\bar P$ is dropped.
+
+    Returns:
+        The result (b, h, n, d_head) and $\bar P$ (b, h, n, k), which is exactly 0 where `mask` is false.
+    """
+    at_least_float32 = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.mT).to(at_least_float32) * scaling  # (b, h, n, k)
+    if mask is not None:
+        # The lowest finite score, not -inf: a row without any visible key must not turn into NaN.
+        scores = scores.masked_fill(~mask, torch.finfo(at_least_float32).min)
+    probs = scores.softmax(-1)
+    if mask is not None:
+        probs = probs.masked_fill(~mask, 0.0)
+    probs = functional.dropout(probs, dropout).to(value.dtype)
+    return probs @ value, probs
