@@ -118,7 +118,7 @@ class ProjectedAttention(nn.Module):
         def filled(group: HeadGroup) -> Tensor | None:
             if ranks is not None and isinstance(E[0], IdentityProjection):
                 return ranks.mask
-            return E[0].slot_mask(context.shape[1], lengths, group.projected_length)
+            return E[0].slot_mask(context, lengths, group.projected_length)
 
         return [(group, key, value, filled(group)) for group, key, value in zip(self.groups, keys, values, strict=True)]
 
@@ -183,16 +183,16 @@ class ProjectedAttention(nn.Module):
         """Join what the groups made along their axis of heads, in the order of the heads."""
         if len(parts) == 1:
             return parts[0]
-        numbers = [head for group in self.groups for head in group.numbers]
         joined = torch.cat(parts, dim)
-        if numbers == sorted(numbers):
+        numbers = [head for group in self.groups for head in group.numbers]
+        places = sorted(range(self.num_heads), key=numbers.__getitem__)
+        if places == numbers:
             return joined
-        places = torch.tensor(numbers, device=joined.device).argsort()
-        return joined.index_select(dim, places)
+        return joined.index_select(dim, torch.tensor(places, device=joined.device))
 
     def _merge_probs(self, probs: list[Any]) -> Tensor | None:
-        if probs[0] is None:
-            return None
+        if len(probs) == 1 or probs[0] is None:
+            return probs[0]
         widest = max(p.shape[-1] for p in probs)
         return self._in_order([functional.pad(p, (0, widest - p.shape[-1])) for p in probs], dim=1)
 

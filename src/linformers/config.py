@@ -49,6 +49,7 @@ class LinformerConfig(PreTrainedConfig):
     """
 
     model_type = "linformer"
+    attribute_map: ClassVar = {"layer_norm_epsilon": "layer_norm_eps"}  # transformers has both names
     base_model_fsdp_plan: ClassVar = {"embeddings": "free_full_weight", "layers.*": "free_full_weight"}
 
     vocab_size: int = 50265
@@ -153,7 +154,7 @@ class LinformerConfig(PreTrainedConfig):
         """Refuse an unknown key that looks like a field: transformers keeps unknown keys, which then do nothing."""
         fields = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
-            if hasattr(type(self), name) or name in FOREIGN_NAMES:
+            if hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_NAMES:
                 continue
             if nearest := difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
                 raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {nearest[0]!r}?")

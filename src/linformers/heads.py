@@ -240,3 +240,5 @@ def register() -> None:
         (AutoModelForQuestionAnswering, LinformerForQuestionAnswering),
     ):
         auto_class.register(LinformerConfig, model_class, exist_ok=True)
+        # The names by which pipelines and transformers' own model tests tell what a model is for.
+        auto_class._model_mapping._model_mapping[LinformerConfig.model_type] = model_class.__name__

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .ops.ranks import Ranks, move_to_front, zero_padding
+
+T = TypeVar("T", int, Tensor)
 
 
 class SequenceProjection(nn.Module):
@@ -62,17 +64,47 @@ class SequenceProjection(nn.Module):
 
     def num_slots(self, seq_len: int, projected_length: int | None = None) -> int:
         """The number of projected tokens made from `seq_len` tokens."""
-        return (seq_len - 1) * (projected_length or self.projected_length) // self.max_length + 1
+        return self.filled_slots(seq_len, projected_length)
 
-    def slot_mask(self, seq_len: int, lengths: Tensor | None, projected_length: int | None = None) -> Tensor | None:
+    def filled_slots(self, length: T, projected_length: int | None = None) -> T:
+        """How many of them hold one of the first `length` tokens."""
+        return (length - 1) * (projected_length or self.projected_length) // self.max_length + 1
+
+    def slot_mask(
+        self, tokens: Tensor, lengths: Tensor | None = None, projected_length: int | None = None
+    ) -> Tensor | None:
         """Which projected tokens hold a real token, (b, slots) or (1, slots); `None` if all of them do."""
+        seq_len, device = tokens.shape[1], tokens.device
+        slots = self.num_slots(seq_len, projected_length)
         if lengths is None:
-            return None
-        slots = torch.arange(self.num_slots(seq_len, projected_length), device=lengths.device)
-        return slots < self.num_slots(lengths[:, None], projected_length)  # type: ignore[arg-type]
+            # Each branch on the length costs a compiled graph, and an exported graph can have none.
+            if not torch.compiler.is_exporting() and seq_len == self.max_length:
+                return None
+            if not torch.compiler.is_compiling() and self.filled_slots(seq_len, projected_length) == slots:
+                return None
+            lengths = torch.full((1,), seq_len, device=device)
+        return torch.arange(slots, device=device) < self.filled_slots(lengths, projected_length)[:, None]
 
     def extra_repr(self) -> str:
         return f"max_length={self.max_length}, projected_length={self.projected_length}"
+
+
+class WindowProjection(SequenceProjection):
+    """A map of windows of n/k tokens, each to one projected token; a shorter input has fewer windows."""
+
+    def num_slots(self, seq_len: int, projected_length: int | None = None) -> int:
+        filled = self.filled_slots(seq_len, projected_length)
+        if (projected_length or self.projected_length) > 1 and torch.compiler.is_compiling():
+            # Compiled graphs are made anew for an axis of length 1; with an empty window more they need not be.
+            return max(filled, 2)
+        return filled
+
+    def windows(self, tokens: Tensor, projected_length: int | None = None, fill: float = 0.0) -> Tensor:
+        """Cut `tokens` (..., n, d) into windows (..., slots, n/k, d), the last filled up with `fill`."""
+        size = self.max_length // (projected_length or self.projected_length)
+        slots = self.num_slots(tokens.shape[-2], projected_length)
+        missing = slots * size - tokens.shape[-2]
+        return functional.pad(tokens, (0, 0, 0, missing), value=fill).unflatten(-2, (slots, size))
 
 
 class LinearProjection(SequenceProjection):
@@ -137,17 +169,11 @@ class LinearProjection(SequenceProjection):
     def num_slots(self, seq_len: int, projected_length: int | None = None) -> int:
         return projected_length or self.projected_length
 
-    def slot_mask(self, seq_len: int, lengths: Tensor | None, projected_length: int | None = None) -> Tensor | None:
-        k = projected_length or self.projected_length
-        if self.init == "gaussian":
-            return None if lengths is None else (lengths > 0)[:, None].expand(-1, k)
-        if lengths is None:
-            # A branch on the length would tie an exported graph to it, so there the mask is always made.
-            if not torch.compiler.is_exporting() and seq_len == self.max_length:
-                return None
-            lengths = torch.full((1,), seq_len, device=self.delta.device)
-        filled = super().num_slots(lengths[:, None], k)  # type: ignore[arg-type]
-        return torch.arange(k, device=lengths.device) < filled
+    def filled_slots(self, length: T, projected_length: int | None = None) -> T:
+        if self.init == "window":
+            return super().filled_slots(length, projected_length)
+        # Every column of a dense E has a share of every token.
+        return (length > 0) * (projected_length or self.projected_length)
 
     def load_resampled(self, other: LinearProjection) -> None:
         r"""Take what `other`, of another length, has learned: rows keep column sums, columns are averaged."""
@@ -166,7 +192,7 @@ class LinearProjection(SequenceProjection):
         return f"{super().extra_repr()}, init={self.init!r}, scale={self.scale:g}"
 
 
-class ConvProjection(SequenceProjection):
+class ConvProjection(WindowProjection):
     r"""Shortens a sequence with a depthwise convolution whose kernel and stride are n/k tokens.
 
     Its kernel, (n/k, d_head), starts as mean pooling.
@@ -207,11 +233,11 @@ class ConvProjection(SequenceProjection):
         weights: Tensor | None = None,
     ) -> Tensor:
         kernel = self.kernel if weights is None else weights
-        windows = into_windows(tokens, kernel.shape[-2])  # (b, h, k, n/k, d_head)
+        windows = self.windows(tokens, projected_length)  # (b, h, k, n/k, d_head)
         return (windows * kernel.unsqueeze(-3)).sum(-2).to(tokens.dtype)
 
 
-class MeanProjection(SequenceProjection):
+class MeanProjection(WindowProjection):
     """Shortens a sequence to the means of its windows of n/k tokens; padding does not count."""
 
     commutes = True
@@ -223,15 +249,14 @@ class MeanProjection(SequenceProjection):
         projected_length: int | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        size = self.max_length // (projected_length or self.projected_length)
-        totals = into_windows(tokens, size).sum(-2)  # (b, k, d)
+        windows = self.windows(tokens, projected_length)  # (b, k, n/k, d)
+        slots, size = windows.shape[-3:-1]
         end = tokens.shape[-2] if lengths is None else lengths[:, None]
-        starts = size * torch.arange(totals.shape[-2], device=tokens.device)
-        counts = (end - starts).clamp(1, size)  # (k,) or (b, k)
-        return totals / counts[..., None].to(totals.dtype)
+        counts = (end - size * torch.arange(slots, device=tokens.device)).clamp(1, size)  # (k,) or (b, k)
+        return windows.sum(-2) / counts[..., None].to(tokens.dtype)
 
 
-class MaxProjection(SequenceProjection):
+class MaxProjection(WindowProjection):
     """Shortens a sequence to the maxima of its windows of n/k tokens; padding does not count."""
 
     commutes = False
@@ -243,14 +268,13 @@ class MaxProjection(SequenceProjection):
         projected_length: int | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        size = self.max_length // (projected_length or self.projected_length)
         lowest = torch.finfo(tokens.dtype).min
         if lengths is not None:
             padding = torch.arange(tokens.shape[-2], device=tokens.device) >= lengths[:, None]  # (b, n)
-            tokens = tokens.masked_fill(padding[:, None, :, None], lowest)
-        maxima = into_windows(tokens, size, fill=lowest).amax(-2)  # (b, h, k, d_head)
-        mask = self.slot_mask(tokens.shape[-2], lengths, projected_length)
-        return maxima if mask is None else torch.where(mask[:, None, :, None], maxima, 0)
+            padding = padding[:, None] if tokens.dim() == 4 else padding
+            tokens = tokens.masked_fill(padding[..., None], lowest)
+        maxima = self.windows(tokens, projected_length, fill=lowest).amax(-2)  # (b, h, k, d_head)
+        return torch.where(maxima == lowest, 0, maxima)  # an empty window
 
 
 class IdentityProjection(SequenceProjection):
@@ -355,9 +379,3 @@ def overlap(new: int, old: int) -> Tensor:
     old_edges = torch.arange(old + 1, dtype=torch.float64) / old
     shared = torch.minimum(new_edges[1:], old_edges[1:]) - torch.maximum(new_edges[:-1], old_edges[:-1])
     return shared.clamp(min=0)
-
-
-def into_windows(tokens: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """Cut `tokens` (..., n, d) into windows (..., ⌈n/size⌉, size, d), the last filled up with `fill`."""
-    missing = -tokens.shape[-2] % size
-    return functional.pad(tokens, (0, 0, 0, missing), value=fill).unflatten(-2, (-1, size))
