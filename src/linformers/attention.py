@@ -186,7 +186,7 @@ class ProjectedAttention(nn.Module):
         joined = torch.cat(parts, dim)
         numbers = [head for group in self.groups for head in group.numbers]
         places = sorted(range(self.num_heads), key=numbers.__getitem__)
-        if places == numbers:
+        if places == list(range(self.num_heads)):
             return joined
         return joined.index_select(dim, torch.tensor(places, device=joined.device))
 

@@ -1,0 +1,19 @@
+import os
+
+# Before torch computes anything: some virtual machines advertise AMX and trap on its first use.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import pytest
+import torch
+
+# Fixed cases in CI, so that a red run can be repeated; `HYPOTHESIS_PROFILE=search` looks for new ones.
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

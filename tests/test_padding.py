@@ -1,0 +1,191 @@
+"""Padding: what stands in it, how much of it there is and where must not reach any real token or any gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linformers import LinformerAttention, LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
+
+from . import modes
+
+LAYERS, MAX_LENGTH, EXAMPLES = 2, 12, 16
+every_mode = pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+
+
+def model_of(mode, model_class=LinformerModel, **fields):
+    """A model with weights of ordinary size everywhere, biases, E and norms included."""
+    torch.manual_seed(0)
+    model = model_class(modes.config(**mode, **fields))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)
+    return model.eval()
+
+
+def masks(min_length=1):
+    """Batches of 1 to 3 rows of 0s and 1s, in any arrangement, rows of padding alone included."""
+    return st.integers(min_length, MAX_LENGTH).flatmap(
+        lambda length: st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=1, max_size=3)
+    )
+
+
+@every_mode
+@settings(max_examples=EXAMPLES)
+@given(mask=masks(), seed=st.integers(0, 2**20), attn_implementation=st.sampled_from(["eager", "sdpa"]))
+def test_ids_in_padding_do_not_matter(mode, mask, seed, attn_implementation):
+    model = model_of(mode, attn_implementation=attn_implementation)
+    torch.manual_seed(seed)
+    mask = torch.tensor(mask)
+    ids = torch.randint(31, mask.shape)
+    others = torch.where(mask, ids, torch.randint(31, mask.shape))
+    with torch.no_grad():
+        result, other = model(ids, mask).last_hidden_state, model(others, mask).last_hidden_state
+    assert result.isfinite().all()
+    assert torch.equal(result[mask], other[mask])
+
+
+@every_mode
+@settings(max_examples=EXAMPLES)
+@given(mask=masks(), seed=st.integers(0, 2**20), poison=st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e30]))
+def test_embeddings_in_padding_do_not_matter_and_poison_no_gradient(mode, mask, seed, poison):
+    model = model_of(mode, attn_implementation="eager" if seed % 2 else "sdpa")
+    torch.manual_seed(seed)
+    mask = torch.tensor(mask)
+    embeds = torch.randn(*mask.shape, 16)
+    results = []
+    for padding in (0.0, poison):
+        model.zero_grad()
+        inputs = torch.where(mask[..., None], embeds, padding).requires_grad_()
+        result = model(inputs_embeds=inputs, attention_mask=mask).last_hidden_state
+        # All outputs, those of padding too, so that a gradient has every way to go wrong.
+        result.square().sum().backward()
+        gradients = [inputs.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert inputs.grad[~mask].abs().sum() == 0
+        results.append(result[mask])
+    assert torch.equal(*results)
+
+
+@every_mode
+@settings(max_examples=EXAMPLES)
+@given(data=st.data(), seed=st.integers(0, 2**20), attn_implementation=st.sampled_from(["eager", "sdpa"]))
+def test_amount_and_place_of_padding_do_not_matter(mode, data, seed, attn_implementation):
+    """Each sequence alone, without padding, against all of them in one batch, spread out at random."""
+    model = model_of(mode, attn_implementation=attn_implementation)
+    lengths = data.draw(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=3))
+    width = data.draw(st.integers(max(lengths), MAX_LENGTH))
+    places = [sorted(data.draw(st.permutations(range(width)))[:length]) for length in lengths]
+    torch.manual_seed(seed)
+    ids, mask = torch.randint(31, (len(lengths), width)), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, place in enumerate(places):
+        mask[row, place] = 1
+    with torch.no_grad():
+        batch = model(ids, mask).last_hidden_state
+        looked_into = model(ids, mask, output_hidden_states=True).last_hidden_state
+        for row, place in enumerate(places):
+            alone = model(ids[row : row + 1, place]).last_hidden_state[0]
+            for result in (batch, looked_into):
+                torch.testing.assert_close(result[row, place], alone, rtol=0, atol=1e-6 * LAYERS)
+
+
+@every_mode
+@settings(max_examples=EXAMPLES)
+@given(mask=masks(), seed=st.integers(0, 2**20), poison=st.sampled_from([torch.nan, torch.inf]))
+def test_layer_alone(mode, mask, seed, poison):
+    """The same for `LinformerAttention`, and for the mask of its context."""
+    if "projected_length" in mode:
+        mode = {**mode, "projected_length": [4, 2, 4, 1], "sharing": "none"}
+    torch.manual_seed(0)
+    layer = LinformerAttention(16, 4, MAX_LENGTH, **{"projected_length": 4, **mode})
+    torch.manual_seed(seed)
+    mask = torch.tensor(mask)
+    x, context = torch.randn(*mask.shape, 16), torch.randn(*mask.shape, 16)
+    poisoned, poisoned_context = (torch.where(mask[..., None], z, poison) for z in (x, context))
+    assert torch.equal(layer(x, mask)[mask], layer(poisoned, mask)[mask])
+    with_context = layer(x, mask, context=context, context_mask=mask)
+    assert torch.equal(with_context[mask], layer(poisoned, mask, context=poisoned_context, context_mask=mask)[mask])
+    for row in range(len(mask)):
+        if mask[row].any():
+            alone = layer(x[row : row + 1], context=context[row : row + 1, mask[row]])
+            torch.testing.assert_close(with_context[row, mask[row]], alone[0, mask[row]], rtol=0, atol=1e-6)
+    layer(poisoned, mask, context=poisoned_context, context_mask=mask).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_enough_cases():
+    """The padding properties are held up by at least 1,000 cases."""
+    assert 4 * EXAMPLES * len(modes.ALL) >= 1000
+
+
+@every_mode
+def test_row_without_tokens_gives_zeros_before_the_output_map(mode):
+    model = model_of(mode)
+    mask = torch.tensor([[0] * 7, [1] * 7])
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        attention, seen = model.layers[0].attention, []
+        hook = attention.output.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        model(torch.randint(31, (2, 7)), mask)
+        hook.remove()
+        assert seen[0][0].abs().max() == 0
+        assert seen[0][1].abs().max() > 0
+
+
+@every_mode
+def test_rows_of_a_batch_do_not_meet(mode):
+    model = model_of(mode)
+    ids, mask = torch.randint(31, (4, 9)), torch.rand(4, 9) < 0.7
+    mask[:, 3] = True
+    with torch.no_grad():
+        batch = model(ids, mask).last_hidden_state
+        for row in range(4):
+            single = model(ids[row : row + 1], mask[row : row + 1]).last_hidden_state
+            torch.testing.assert_close(single[0, mask[row]], batch[row, mask[row]], rtol=0, atol=1e-5)
+        changed, other_mask = ids.clone(), mask.clone()
+        changed[0] = (changed[0] + 1) % 31
+        other_mask[0] = ~mask[0]
+        assert torch.equal(model(changed, other_mask).last_hidden_state[1:], batch[1:])
+
+
+def test_class_of_a_text_does_not_depend_on_the_side_of_its_padding():
+    model = model_of({}, LinformerForSequenceClassification, num_labels=3)
+    ids = torch.randint(31, (1, 5))
+    left = torch.cat([torch.ones(1, 4, dtype=torch.long), ids], 1)
+    right = torch.cat([ids, torch.ones(1, 4, dtype=torch.long)], 1)
+    with torch.no_grad():
+        expected = model(ids).logits
+        on_left = model(left, torch.tensor([[0] * 4 + [1] * 5])).logits
+        on_right = model(right, torch.tensor([[1] * 5 + [0] * 4])).logits
+    torch.testing.assert_close(on_left, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(on_right, expected, rtol=0, atol=2e-6)
+
+
+def test_masks_of_all_types_mean_the_same():
+    model = model_of({}, LinformerForMaskedLM)
+    ids, mask = torch.randint(31, (2, 6)), torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0]])
+    results = [model(ids, mask.to(dtype)).logits for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64)]
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+@every_mode
+def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
+    model = model_of(mode, attn_implementation="eager")
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0] * 8])
+    attentions = model(torch.randint(31, (3, 8)), mask, output_attentions=True).attentions
+    assert len(attentions) == LAYERS
+    for lengths, probs in zip(model.config.projected_lengths, attentions, strict=True):
+        identity, linear = mode["projection"] == "identity", mode["projection"] == "linear"
+        slots = 8 if identity else max(k if linear else -(-8 * k // MAX_LENGTH) for k in lengths)
+        assert probs.shape == (3, 4, 8, slots)
+        torch.testing.assert_close(probs[:2].sum(-1), torch.ones(2, 4, 8))
+        assert probs[2].abs().max() == 0
+        for head, k in enumerate(lengths):
+            if identity:
+                filled = mask[0].nonzero().squeeze(1)
+            elif mode.get("projection_init") == "gaussian":
+                filled = torch.arange(k)
+            else:
+                filled = torch.arange((4 - 1) * k // MAX_LENGTH + 1)  # four real tokens in the first row
+            empty = torch.ones(slots, dtype=torch.bool).index_fill(0, filled, False)
+            assert probs[0, head][:, empty].abs().sum() == 0
+            assert (probs[0, head][:, filled] > 0).all()
