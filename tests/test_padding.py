@@ -9,7 +9,7 @@ from linformers import LinformerAttention, LinformerForMaskedLM, LinformerForSeq
 
 from . import modes
 
-LAYERS, MAX_LENGTH, EXAMPLES = 2, 12, 16
+LAYERS, MAX_LENGTH, EXAMPLES = 2, 12, 25
 every_mode = pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 
 

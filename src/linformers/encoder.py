@@ -27,14 +27,35 @@ from .projections import ConvProjection, LayerProjections, LinearProjection, Pro
 logger = logging.get_logger(__name__)
 
 
+class PositionEmbeddings(nn.Embedding):
+    """Learned positions that start as the sinusoids of Vaswani et al. (2017)."""
+
+    def sinusoids(self, std: float) -> Tensor:
+        """Sines in the even channels, cosines in the odd ones, scaled to a root mean square of `std`, (n, d)."""
+        n, d = self.weight.shape
+        channels = torch.arange(d)
+        angles = torch.arange(n)[:, None] / 10000 ** ((channels - channels % 2) / d)
+        return torch.where(channels % 2 == 0, angles.sin(), angles.cos()) * (std * math.sqrt(2))
+
+    def resized(self, max_length: int, cut: bool) -> PositionEmbeddings:
+        """The first `max_length` positions, or all of them stretched to that number."""
+        if cut:
+            weight = self.weight[:max_length].clone()
+        else:
+            channels = self.weight.mT[None].float()  # (1, d, n)
+            stretched = functional.interpolate(channels, max_length, mode="linear", align_corners=True)
+            weight = stretched[0].mT.to(self.weight.dtype).contiguous()
+        return type(self).from_pretrained(weight, freeze=False)
+
+
 class LinformerEmbeddings(nn.Module):
-    """Words, positions and token types, summed and normalised; a position is a rank, and starts as sinusoids."""
+    """Words, positions and token types, summed and normalised; a token's position is its rank."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
         d = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, d, padding_idx=config.pad_token_id)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, d)
+        self.position_embeddings = PositionEmbeddings(config.max_position_embeddings, d)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
         self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -59,16 +80,6 @@ class LinformerEmbeddings(nn.Module):
         if ranks is not None:
             embeddings = zero_padding(embeddings, ranks.mask)
         return self.dropout(self.norm(embeddings))
-
-    def resize_positions(self, max_length: int, cut: bool) -> None:
-        """Keep the first `max_length` positions, or stretch all of them to that number."""
-        old = self.position_embeddings.weight
-        if cut:
-            weight = old[:max_length].clone()
-        else:
-            stretched = functional.interpolate(old.mT[None].float(), max_length, mode="linear", align_corners=True)
-            weight = stretched[0].mT.to(old.dtype).contiguous()
-        self.position_embeddings = nn.Embedding.from_pretrained(weight, freeze=False)
 
 
 class FeedForward(nn.Module):
@@ -149,10 +160,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LinearProjection | ConvProjection):
             module.reset_parameters()
-        elif isinstance(module, LinformerEmbeddings):
-            positions = module.position_embeddings.weight
-            # Sine and cosine have a root mean square of 1/√2.
-            init.copy_(positions, sinusoids(*positions.shape) * (self.config.initializer_range * math.sqrt(2)))
+        elif isinstance(module, PositionEmbeddings):
+            init.copy_(module.weight, module.sinusoids(self.config.initializer_range))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +187,9 @@ class LinformerPreTrainedModel(PreTrainedModel):
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model take sequences of up to `max_length` tokens.
 
-        Where n shrinks at an unchanged n/k, rows and columns of E are cut off and outputs do not change. Otherwise E
-        and the positions are interpolated, and a little training helps. Optimisers must be made anew.
+        Where n shrinks at an unchanged n/k, rows and columns of E are cut off: outputs do not change, except under
+        `projection_init="gaussian"`, where every column has a share of every token. Otherwise E and the positions are
+        interpolated, and a little training helps. Optimisers must be made anew.
 
         Args:
             max_length: the new n.
@@ -208,7 +218,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
         model.projections = projections
         for layer, lengths in zip(model.layers, new.projected_lengths, strict=True):
             layer.attention.groups = group_heads(lengths)
-        model.embeddings.resize_positions(new_n, cut)
+        model.embeddings.position_embeddings = model.embeddings.position_embeddings.resized(new_n, cut)
         old.max_position_embeddings, old.projected_length = new_n, new.projected_length
 
 
@@ -340,10 +350,3 @@ def refuse_other_length(model: LinformerModel, state_dict: dict[str, Tensor], pr
             f"the checkpoint is for n={len(positions)}, the model for n={max_length}; load it into a model for "
             f"n={len(positions)}, then call model.resize_length({max_length})"
         )
-
-
-def sinusoids(max_length: int, hidden_size: int) -> Tensor:
-    """The fixed positions of Vaswani et al. (2017): sines in the even channels, cosines in the odd ones, (n, d)."""
-    channels = torch.arange(hidden_size)
-    angles = torch.arange(max_length)[:, None] / 10000 ** ((channels - channels % 2) / hidden_size)
-    return torch.where(channels % 2 == 0, angles.sin(), angles.cos())

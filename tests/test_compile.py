@@ -1,0 +1,124 @@
+"""torch.compile without graph breaks, torch.export and ONNX for lengths and batches never seen."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from linformers import LinformerForMaskedLM
+
+from . import modes
+
+# One layer, so that all modes fit into the time of the suite; non-uniform modes need their two.
+MODES = [{**mode, "num_hidden_layers": 1} for mode in modes.UNIFORM + modes.GAUSSIAN] + modes.NON_UNIFORM
+EXPORTED = [
+    {"projection": "linear", "sharing": "layerwise"},
+    {"projection": "linear", "sharing": "none", "projection_init": "gaussian"},
+    {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
+    {"projection": "mean"},
+    {"projection": "max"},
+    {"projection": "conv", "sharing": "key-value"},
+    {"projection": "identity"},
+]
+
+
+def model_of(mode):
+    model = LinformerForMaskedLM(modes.config(**mode)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def inputs_of(batch, length, masked=True):
+    inputs = {"input_ids": torch.randint(31, (batch, length))}
+    if masked:
+        inputs["attention_mask"] = torch.randint(2, (batch, length))
+        inputs["attention_mask"][:, length // 2] = 1
+    return inputs
+
+
+@pytest.mark.parametrize("mode", MODES, ids=modes.name)
+def test_two_graphs_for_all_lengths(mode):
+    torch._dynamo.reset()
+    model, counter = model_of(mode), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for length in (5, 2, 3, 4, 7, 8, 9, 10, 11, 12):
+        inputs = inputs_of(3, length)
+        mask = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            result, expected = compiled(**inputs).logits[mask], model(**inputs).logits[mask]
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("mode", MODES[::4], ids=modes.name)
+def test_compiled_gradients(mode):
+    torch._dynamo.reset()
+    model = model_of(mode)
+    inputs = inputs_of(2, 9)
+    labels = inputs["input_ids"]
+    model(**inputs, labels=labels).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs, labels=labels).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_inductor():
+    torch._dynamo.reset()
+    model = model_of({})
+    compiled = torch.compile(model, fullgraph=True)
+    for length in (7, 9, 12):
+        inputs = inputs_of(3, length)
+        mask = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            result, expected = compiled(**inputs).logits[mask], model(**inputs).logits[mask]
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
+
+
+SIZES = [(1, 1), (1, 7), (2, 2), (5, 11), (4, 12), (2, 3)]
+
+
+def dynamic(inputs):
+    return {name: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for name in inputs}
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no-mask"])
+@pytest.mark.parametrize("mode", EXPORTED, ids=modes.name)
+def test_export(mode, masked):
+    model, example = model_of(mode), inputs_of(3, 6, masked)
+    program = torch.export.export(model, (), example, dynamic_shapes=dynamic(example)).module()
+    for batch, length in SIZES:
+        inputs = inputs_of(batch, length, masked)
+        torch.testing.assert_close(program(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("mode", EXPORTED, ids=modes.name)
+def test_onnx(mode, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    model, example = model_of(mode), inputs_of(3, 6)
+    torch.onnx.export(
+        model,
+        (),
+        tmp_path / "model.onnx",
+        kwargs=example,
+        dynamo=True,
+        dynamic_shapes=dynamic(example),
+        input_names=list(example),
+        output_names=["logits"],
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch, length in SIZES:
+        inputs = inputs_of(batch, length)
+        (result,) = session.run(["logits"], {name: tensor.numpy() for name, tensor in inputs.items()})
+        mask = inputs["attention_mask"].bool().numpy()
+        np.testing.assert_allclose(result[mask], model(**inputs).logits.detach().numpy()[mask], rtol=0, atol=1e-4)

@@ -1,0 +1,92 @@
+"""RoBERTa's weights in the twin give what RoBERTa gives."""
+
+import pytest
+import torch
+from transformers import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForQuestionAnswering,
+    RobertaForSequenceClassification,
+    RobertaForTokenClassification,
+    RobertaModel,
+)
+
+from linformers.convert import from_roberta
+
+
+def roberta(model_class, **fields):
+    config = RobertaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=24,
+        max_position_embeddings=25,
+        **{"type_vocab_size": 1, "num_labels": 3, **fields},
+    )
+    model = model_class(config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("orm.weight" in name), std=0.2)
+    return model
+
+
+def padded_batch():
+    ids = torch.randint(3, 31, (4, 20))
+    ids[0, :5] = 1
+    ids[1, 12:] = 1
+    ids[2, 7:11] = 1
+    return ids, ids != 1
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"pad_token_id": 3}, {"type_vocab_size": 2}, {"layer_norm_eps": 1e-12}], ids=str
+)
+def test_hidden_states(fields, attn_implementation):
+    original = roberta(RobertaModel, **fields)
+    twin = from_roberta(original, attn_implementation=attn_implementation)
+    ids, mask = padded_batch()
+    if "pad_token_id" in fields:
+        ids = torch.where(mask, ids.clamp(min=4), 3)
+    types = torch.randint(2, ids.shape) if fields.get("type_vocab_size") == 2 else None
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types, "output_hidden_states": True}
+    expected, result = original(**inputs).hidden_states, twin(**inputs).hidden_states
+    assert len(result) == len(expected) == 4
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=0, atol=1e-5)
+    assert twin.config.max_position_embeddings == 25 - original.config.pad_token_id - 1
+
+
+@pytest.mark.parametrize(
+    "model_class", [RobertaForMaskedLM, RobertaForTokenClassification, RobertaForQuestionAnswering]
+)
+def test_heads(model_class):
+    original = roberta(model_class, num_labels=2)
+    ids, mask = padded_batch()
+    ours, theirs = from_roberta(original)(ids, mask), original(ids, mask)
+    for result, expected in zip(ours.to_tuple(), theirs.to_tuple(), strict=True):
+        torch.testing.assert_close(result[mask], expected[mask], rtol=0, atol=1e-5)
+
+
+def test_sequence_head():
+    original = roberta(RobertaForSequenceClassification, id2label={0: "a", 1: "b", 2: "c"})
+    ids, mask = padded_batch()
+    result = from_roberta(original)
+    rows = [1, 2, 3]  # RoBERTa reads the first position, also where padding stands there
+    torch.testing.assert_close(result(ids, mask).logits[rows], original(ids, mask).logits[rows], rtol=0, atol=1e-5)
+    assert result.config.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def test_linformer_with_the_weights_of_roberta():
+    original = roberta(RobertaForMaskedLM)
+    model = from_roberta(original, projection="linear", projected_length=23, sharing="layerwise")
+    ids = torch.randint(3, 31, (2, 19))
+    # At k = n windows hold one token each, so this Linformer starts as RoBERTa.
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=1e-5)
+    assert from_roberta(original, projection="linear", projected_length=5)(ids).logits.shape == (2, 19, 31)
+
+
+def test_dtype_and_mode_are_kept():
+    model = from_roberta(roberta(RobertaModel).bfloat16().train())
+    assert model.dtype == torch.bfloat16
+    assert model.training
