@@ -13,12 +13,12 @@ LAYERS, MAX_LENGTH, EXAMPLES = 2, 12, 25
 every_mode = pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 
 
-def model_of(mode, model_class=LinformerModel, **fields):
-    """A model with weights of ordinary size everywhere, biases, E and norms included."""
+def model_of(mode, model_class=LinformerModel, std=0.3, **fields):
+    """A model with random weights everywhere, biases, E and norms included."""
     torch.manual_seed(0)
     model = model_class(modes.config(**mode, **fields))
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)
+        torch.nn.init.normal_(parameter, mean=float("norm.weight" in name), std=std)
     return model.eval()
 
 
@@ -67,11 +67,20 @@ def test_embeddings_in_padding_do_not_matter_and_poison_no_gradient(mode, mask, 
 
 
 @every_mode
+@pytest.mark.parametrize(
+    ("dtype", "std", "tolerance"),
+    [
+        # Large weights amplify whatever leaks, and float64 shows it; float32 at the scale that models start from.
+        (torch.float64, 0.3, 1e-13 * LAYERS),
+        (torch.float32, 0.02, 1e-6 * LAYERS),
+    ],
+    ids=["float64", "float32"],
+)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data(), seed=st.integers(0, 2**20), attn_implementation=st.sampled_from(["eager", "sdpa"]))
-def test_amount_and_place_of_padding_do_not_matter(mode, data, seed, attn_implementation):
+def test_amount_and_place_of_padding_do_not_matter(mode, dtype, std, tolerance, data, seed, attn_implementation):
     """Each sequence alone, without padding, against all of them in one batch, spread out at random."""
-    model = model_of(mode, attn_implementation=attn_implementation)
+    model = model_of(mode, std=std, attn_implementation=attn_implementation).to(dtype)
     lengths = data.draw(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=3))
     width = data.draw(st.integers(max(lengths), MAX_LENGTH))
     places = [sorted(data.draw(st.permutations(range(width)))[:length]) for length in lengths]
@@ -85,7 +94,7 @@ def test_amount_and_place_of_padding_do_not_matter(mode, data, seed, attn_implem
         for row, place in enumerate(places):
             alone = model(ids[row : row + 1, place]).last_hidden_state[0]
             for result in (batch, looked_into):
-                torch.testing.assert_close(result[row, place], alone, rtol=0, atol=1e-6 * LAYERS)
+                torch.testing.assert_close(result[row, place], alone, rtol=0, atol=tolerance)
 
 
 @every_mode
@@ -114,7 +123,7 @@ def test_layer_alone(mode, mask, seed, poison):
 
 def test_enough_cases():
     """The padding properties are held up by at least 1,000 cases."""
-    assert 4 * EXAMPLES * len(modes.ALL) >= 1000
+    assert 5 * EXAMPLES * len(modes.ALL) >= 1000
 
 
 @every_mode

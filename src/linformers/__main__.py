@@ -1,0 +1,5 @@
+"""`python -m linformers` is `linformers`."""
+
+from .cli import main
+
+main()

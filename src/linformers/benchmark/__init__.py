@@ -1,0 +1,1 @@
+"""Time and memory of a Linformer beside the standard Transformer."""

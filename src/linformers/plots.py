@@ -1,0 +1,59 @@
+"""Every figure of the project, with one look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot as plt
+
+matplotlib.use("Agg")
+
+# Points (x, y) by the name of what they belong to.
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+
+LOOK: Any = {
+    "figure.dpi": 150,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.titleweight": "bold",
+    "legend.frameon": False,
+}
+TRANSFORMERS = {"Transformer": "#333333", "Transformer, fused": "#333333", "Transformer, unfused": "#aaaaaa"}
+LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057")
+
+
+def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, losses: Curves | None = None) -> None:
+    """Time and memory of a pass against n and, where there are any, training losses against the step."""
+    with plt.rc_context(LOOK):
+        count = 2 if losses is None else 3
+        figure, axes = plt.subplots(1, count, figsize=(3.8 * count, 3.4), layout="constrained")
+        _against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms")
+        _against_length(axes[1], mebibytes, title="Memory of a pass", ylabel="MiB")
+        if losses is not None:
+            _draw(axes[2], losses)
+            axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
+    _draw(axes, curves, marker="o", markersize=3)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="sequence length n (tokens in a pass fixed)", **labels)
+
+
+def _draw(axes: Any, curves: Curves, **style: Any) -> None:
+    colours = iter(LINFORMERS * len(curves))
+    for name, points in curves.items():
+        twin = TRANSFORMERS.get(name)
+        # The wider line shows on both sides of one that covers it.
+        width = 3 if twin else 1.5
+        axes.plot(*zip(*points, strict=True), color=twin or next(colours), lw=width, label=name, **style)
+    axes.legend()
