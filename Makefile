@@ -13,12 +13,13 @@ export UV_FIND_LINKS ?= $(subst $(empty) $(empty),$(comma),$(PIP_FIND_LINKS))
 # Importing transformers without compiled bytecode takes four times as long.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test common lint bench clean
 
 help:
 	@echo "make setup   a virtual environment in $(VENV) with everything"
 	@echo "make demo    a Linformer beside its Transformer twin, in two minutes"
 	@echo "make test    all tests (ARGS=... for pytest)"
+	@echo "make common  transformers' own model tests against Linformer"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   time and memory over (n, k) (ARGS=... for linformers bench)"
 
@@ -36,6 +37,10 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 $(ARGS)
+
+common: setup
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -c constraints.txt parameterized
+	$(RUN) tests.transformers_common
 
 lint: setup
 	$(RUN) ruff check .

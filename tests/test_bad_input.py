@@ -140,10 +140,14 @@ def test_layer(arguments, message):
 
 def test_inputs_of_the_layer():
     layer, x = LinformerAttention(16, 4, 12, 4), torch.randn(2, 12, 16)
-    with refused("hidden_states has 13 tokens, but the longest sequence this model takes is n=12"):
+    with refused("hidden_states has 13 tokens, but at most n=12 are possible; shorten the input or make the layer"):
         layer(torch.randn(2, 13, 16))
-    with refused("context has 13 tokens, but the longest sequence this model takes is n=12"):
+    with refused("context has 13 tokens, but at most n=12 are possible"):
         layer(x, context=torch.randn(2, 13, 16))
+    with refused("hidden_states has shape (2, 12, 15), expected (2, length, 16)"):
+        layer(torch.randn(2, 12, 15))
+    with refused("context has shape (3, 5, 16), expected (2, length, 16)"):
+        layer(x, context=torch.randn(3, 5, 16))
     with refused("attention_mask has shape (2, 11), expected (batch, length) = (2, 12)"):
         layer(x, torch.ones(2, 11, dtype=torch.bool))
     with refused("context_mask has shape (2, 12), expected (batch, length) = (2, 5)"):
@@ -156,9 +160,7 @@ def test_inputs_of_the_layer():
 
 def test_inputs_of_the_model():
     model, ids = LinformerForMaskedLM(modes.config()), torch.ones(2, 12, dtype=torch.long)
-    with refused(
-        "input_ids has 13 tokens, but the longest sequence this model takes is n=12; shorten the input or call"
-    ):
+    with refused("input_ids has 13 tokens, but at most n=12 are possible; shorten the input or call"):
         model(torch.ones(2, 13, dtype=torch.long))
     with pytest.raises(ValueError, match=re.escape("model.resize_length(13)")):
         model(torch.ones(2, 13, dtype=torch.long))

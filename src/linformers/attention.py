@@ -23,7 +23,7 @@ from .config import (
 )
 from .ops.ranks import Ranks, move_to_front, zero_padding
 from .ops.reference import attend
-from .projections import IdentityProjection, LayerProjections, LinearProjection, Projections, SequenceProjection
+from .projections import LayerProjections, LinearProjection, Projections, SequenceProjection
 
 # transformers' other attention functions take masks of a form that projected keys cannot have.
 MASKING_IMPLEMENTATIONS = ("eager", "sdpa")
@@ -57,6 +57,7 @@ class ProjectedAttention(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads
         self.scaling = self.head_dim**-0.5
@@ -103,7 +104,7 @@ class ProjectedAttention(nn.Module):
         """For each group of heads its projected keys and values, (b, h, k, d_head), and which of them are filled."""
         E, F = projections.keys, projections.values
         lengths = None if ranks is None else ranks.lengths
-        if ranks is not None and not isinstance(E[0], IdentityProjection):
+        if ranks is not None and E[0].needs_order:
             context = move_to_front(context, ranks)
 
         if len(E) == 1 and E[0].commutes:
@@ -114,13 +115,8 @@ class ProjectedAttention(nn.Module):
         else:
             keys = self._linear_then_shorten(self.key, context, E, lengths)
             values = self._linear_then_shorten(self.value, context, F, lengths)
-
-        def filled(group: HeadGroup) -> Tensor | None:
-            if ranks is not None and isinstance(E[0], IdentityProjection):
-                return ranks.mask
-            return E[0].slot_mask(context, lengths, group.projected_length)
-
-        return [(group, key, value, filled(group)) for group, key, value in zip(self.groups, keys, values, strict=True)]
+        slots = [E[0].slot_mask(context, ranks, group.projected_length) for group in self.groups]
+        return list(zip(self.groups, keys, values, slots, strict=True))
 
     def _shorten(self, context: Tensor, projection: SequenceProjection, lengths: Tensor | None) -> list[Tensor]:
         """$E^T x$ for each group of heads, (b, k, d)."""
@@ -285,7 +281,11 @@ class LinformerAttention(ProjectedAttention):
         if context_mask is not None and context is None:
             raise ValueError("context_mask was given without context; the mask of hidden_states is attention_mask")
         source, source_name = (hidden_states, "hidden_states") if context is None else (context, "context")
-        check_length(source_name, source.shape[1], self.max_length)
+        for name, tokens in (("hidden_states", hidden_states), (source_name, source)):
+            if tokens.dim() != 3 or tokens.shape[0] != hidden_states.shape[0] or tokens.shape[2] != self.hidden_size:
+                expected = f"({hidden_states.shape[0]}, length, {self.hidden_size})"
+                raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
+        check_length(source_name, source.shape[1], self.max_length, "make the layer with a larger max_length")
         output, probs = super().forward(
             hidden_states,
             self.projections.of_layer(0),
@@ -330,11 +330,10 @@ def eager_attention(
     return output.transpose(1, 2), probs
 
 
-def check_length(name: str, length: int, max_length: int) -> None:
+def check_length(name: str, length: int, max_length: int, way_out: str) -> None:
     if length > max_length:
         raise ValueError(
-            f"{name} has {length} tokens, but the longest sequence this model takes is n={max_length}; "
-            f"shorten the input or call model.resize_length({length})"
+            f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or {way_out}"
         )
 
 

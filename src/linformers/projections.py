@@ -28,6 +28,9 @@ class SequenceProjection(nn.Module):
     commutes: ClassVar[bool]
     """Whether $(E^T x) W = E^T (x W)$: the map is linear and treats all channels alike."""
 
+    needs_order: ClassVar[bool] = True
+    """Whether tokens must be sorted by rank, since their positions matter."""
+
     def __init__(self, max_length: int, projected_length: int) -> None:
         super().__init__()
         self.max_length = max_length
@@ -71,12 +74,14 @@ class SequenceProjection(nn.Module):
         return (length - 1) * (projected_length or self.projected_length) // self.max_length + 1
 
     def slot_mask(
-        self, tokens: Tensor, lengths: Tensor | None = None, projected_length: int | None = None
+        self, tokens: Tensor, ranks: Ranks | None = None, projected_length: int | None = None
     ) -> Tensor | None:
         """Which projected tokens hold a real token, (b, slots) or (1, slots); `None` if all of them do."""
         seq_len, device = tokens.shape[1], tokens.device
         slots = self.num_slots(seq_len, projected_length)
-        if lengths is None:
+        if ranks is not None:
+            lengths = ranks.lengths
+        else:
             # Each branch on the length costs a compiled graph, and an exported graph can have none.
             if not torch.compiler.is_exporting() and seq_len == self.max_length:
                 return None
@@ -281,6 +286,7 @@ class IdentityProjection(SequenceProjection):
     """Shortens nothing: each token is its own projected token, as in the standard Transformer."""
 
     commutes = True
+    needs_order = False
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length, max_length)
@@ -293,6 +299,11 @@ class IdentityProjection(SequenceProjection):
         weights: Tensor | None = None,
     ) -> Tensor:
         return tokens
+
+    def slot_mask(
+        self, tokens: Tensor, ranks: Ranks | None = None, projected_length: int | None = None
+    ) -> Tensor | None:
+        return None if ranks is None else ranks.mask
 
 
 class LayerProjections(NamedTuple):

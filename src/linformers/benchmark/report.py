@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import plots
-from ..config import check_heads, check_size
+from ..config import check_size
 from .efficiency import (
     FUSED,
     UNFUSED,
@@ -43,14 +43,15 @@ def run(
     """Measure, show, and write `efficiency.json` and `efficiency.png` to `out`."""
     for name, size in (("tokens", tokens), ("layers", layers), ("hidden", hidden)):
         check_size(name, size)
-    check_heads(hidden, hidden // 64 or 1, "heads of 64 channels: hidden // 64")
+    if hidden % 64:
+        raise ValueError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if max(lengths) > tokens:
         raise ValueError(f"lengths={max(lengths)} exceeds tokens={tokens}: a pass holds at least one sequence")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fields = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "num_attention_heads": hidden // 64 or 1,
+        "num_attention_heads": hidden // 64,
         "intermediate_size": 4 * hidden,
     }
     count = sum(len(variants(n, projected)) for n in lengths)

@@ -1,0 +1,43 @@
+"""What the README shows runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_python_blocks_run_one_after_the_other():
+    assert len(BLOCKS) >= 4
+    scope = {}
+    for block in BLOCKS:
+        exec(compile(block, "README.md", "exec"), scope)
+
+
+def test_the_twin_of_the_readme_is_roberta():
+    import torch
+
+    scope = {}
+    exec(BLOCKS[1], scope)
+    ids = torch.randint(5, 1000, (2, 30))
+    expected = scope["roberta"].eval()(ids).last_hidden_state
+    torch.testing.assert_close(scope["twin"].eval()(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make (\w+)", README, re.MULTILINE))
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_table_of_choices_names_fields_and_defaults():
+    from linformers import LinformerConfig
+
+    config = LinformerConfig()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE)
+    assert len(rows) == 8
+    for field, values in rows:
+        default = re.search(r'\*\*`"(.*?)"`\*\*', values) or re.match(r"`?([\w.]+)`?", values)
+        assert str(getattr(config, field)) == default[1]
