@@ -27,7 +27,7 @@ def naive_attention(
 def _one_sequence(layer: ProjectedAttention, projections: LayerProjections, x: Tensor) -> Tensor:
     """Attention of one sequence (length, d) without padding."""
     h, dh = layer.num_heads, layer.head_dim
-    lengths = {head: group.projected_length for group in layer.groups for head in group.numbers}
+    lengths = {head: group.projected_length for group in layer.groups for head in group.heads}
     E_modules, F_modules = projections
     heads = []
     for i in range(h):

@@ -92,7 +92,7 @@ class ProjectedAttention(nn.Module):
 
         query = self._split_heads(self.query(hidden_states))  # (b, h, n, d_head)
         results = [
-            self._attend(query[:, group.heads], key, value, slots, attn_implementation)
+            self._attend(group.of(query, dim=1), key, value, slots, attn_implementation)
             for group, key, value, slots in self.project(context, projections, context_ranks)
         ]
         heads = self._in_order([result for result, _ in results], dim=2)  # (b, n, h, d_head)
@@ -132,8 +132,8 @@ class ProjectedAttention(nn.Module):
         """$x W + b$ for the heads of a group: (b, k, d) to (b, h, k, d_head)."""
         if len(self.groups) == 1:
             return self._split_heads(linear(tokens))
-        weight = linear.weight.unflatten(0, (self.num_heads, -1))[group.heads].flatten(0, 1)
-        bias = linear.bias.unflatten(0, (self.num_heads, -1))[group.heads].flatten()
+        weight = group.of(linear.weight.unflatten(0, (self.num_heads, -1)), dim=0).flatten(0, 1)
+        bias = group.of(linear.bias.unflatten(0, (self.num_heads, -1)), dim=0).flatten()
         return self._split_heads(functional.linear(tokens, weight, bias))
 
     def _linear_then_shorten(
@@ -144,12 +144,12 @@ class ProjectedAttention(nn.Module):
         bias = linear.bias.unflatten(0, (self.num_heads, 1, -1)).to(heads.dtype)  # (h, 1, d_head)
         results = []
         for group in self.groups:
-            own = projections if len(projections) == 1 else [projections[head] for head in group.numbers]
+            own = projections if len(projections) == 1 else [projections[head] for head in group.heads]
             weights = None
             if len(own) > 1:
                 weights = torch.stack([projection.weights(context.shape[1]) for projection in own])  # type: ignore
-            short = own[0].project(heads[:, group.heads], lengths, group.projected_length, weights)
-            results.append(short + bias[group.heads])
+            short = own[0].project(group.of(heads, dim=1), lengths, group.projected_length, weights)
+            results.append(short + group.of(bias, dim=0))
         return results
 
     def _attend(
@@ -179,12 +179,12 @@ class ProjectedAttention(nn.Module):
         """Join what the groups made along their axis of heads, in the order of the heads."""
         if len(parts) == 1:
             return parts[0]
-        joined = torch.cat(parts, dim)
-        numbers = [head for group in self.groups for head in group.numbers]
-        places = sorted(range(self.num_heads), key=numbers.__getitem__)
-        if places == list(range(self.num_heads)):
-            return joined
-        return joined.index_select(dim, torch.tensor(places, device=joined.device))
+        by_number = {
+            head: part.select(dim, place)
+            for group, part in zip(self.groups, parts, strict=True)
+            for place, head in enumerate(group.heads)
+        }
+        return torch.stack([by_number[head] for head in range(self.num_heads)], dim)
 
     def _merge_probs(self, probs: list[Any]) -> Tensor | None:
         if len(probs) == 1 or probs[0] is None:
@@ -301,18 +301,22 @@ class HeadGroup(NamedTuple):
     """Heads that have the same projected length and attend together."""
 
     projected_length: int
-    numbers: list[int]
-    heads: slice | list[int]
-    """The same heads as an index, a slice wherever possible: no copy."""
+    heads: list[int]
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """The part of `tensor` that belongs to these heads; no copy where they are neighbours."""
+        first, last = self.heads[0], self.heads[-1]
+        if last - first + 1 == len(self.heads):
+            return tensor.narrow(dim, first, len(self.heads))
+        # Not by a list of numbers as index, which would have to travel to the device each time.
+        return torch.stack([tensor.select(dim, head) for head in self.heads], dim)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[HeadGroup]:
-    groups = []
-    for k in dict.fromkeys(projected_lengths):
-        numbers = [head for head, length in enumerate(projected_lengths) if length == k]
-        adjacent = numbers[-1] - numbers[0] + 1 == len(numbers)
-        groups.append(HeadGroup(k, numbers, slice(numbers[0], numbers[-1] + 1) if adjacent else numbers))
-    return groups
+    return [
+        HeadGroup(k, [head for head, length in enumerate(projected_lengths) if length == k])
+        for k in dict.fromkeys(projected_lengths)
+    ]
 
 
 def eager_attention(
