@@ -80,7 +80,7 @@ def test_peak_memory_counts_what_lives_at_once():
         del a
         return torch.cat([b, b, b]).sum()  # 4 + 12 MB
 
-    assert peak_memory(run) == pytest.approx(16e6, rel=0.01)
+    assert peak_memory(run, "cpu") == pytest.approx(16e6, rel=0.01)
 
 
 def test_timing_is_of_the_right_function():

@@ -11,6 +11,9 @@ from linformers import LinformerForMaskedLM
 
 from . import modes
 
+# torch's compiler uses what torch itself has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 # One layer, so that all modes fit into the time of the suite; non-uniform modes need their two.
 MODES = [{**mode, "num_hidden_layers": 1} for mode in modes.UNIFORM + modes.GAUSSIAN] + modes.NON_UNIFORM
 EXPORTED = [
@@ -68,7 +71,6 @@ def test_compiled_gradients(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_inductor():
     torch._dynamo.reset()
     model = model_of({})

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from . import plots
-from .benchmark.efficiency import Cell, compare_lengths, curves, mebibytes, milliseconds, peak_memory
+from .benchmark.efficiency import Cell, best_device, compare_lengths, curves, mebibytes, milliseconds, peak_memory
 from .config import LinformerConfig
 from .heads import LinformerForMaskedLM
 
@@ -73,7 +73,7 @@ def measure_lengths(console: Console) -> list[Cell]:
     cells = []
     with progress(console) as bars:
         task = bars.add_task("measuring", total=3 * len(LENGTHS))
-        for cell in compare_lengths(LENGTHS, [PROJECTED], tokens=TOKENS, **SIZE):
+        for cell in compare_lengths(LENGTHS, [PROJECTED], tokens=TOKENS, device=best_device(), **SIZE):
             cells.append(cell)
             bars.update(task, advance=1, description=f"{cell.model}, n={cell.n}")
     return cells
@@ -137,7 +137,7 @@ def train(name: str, text: np.ndarray, steps: int, console: Console) -> Run:
         trainer.train()
         seconds = (time.perf_counter() - began) / steps
         validation = trainer.evaluate()["eval_loss"]
-    return Run(shown.losses, validation, seconds, peak_memory(lambda: one_step(model, train_rows)))
+    return Run(shown.losses, validation, seconds, peak_memory(lambda: one_step(model, train_rows), model.device))
 
 
 def one_step(model: LinformerForMaskedLM, rows: MaskedBytes) -> None:

@@ -82,13 +82,13 @@ def compare_projected_lengths(
         for name, choice in choices.items()
     }
     for name, seconds in interleaved({name: _pass(model, ids) for name, model in models.items()}).items():
-        yield Cell(name, n, None, batch, seconds, peak_memory(_pass(models[name], ids)))
+        yield Cell(name, n, None, batch, seconds, peak_memory(_pass(models[name], ids), device))
 
 
 def measure(model: LinformerModel, ids: Tensor) -> tuple[float, int]:
     """Median seconds of a pass, and the most memory it takes beside weights and input."""
     run = _pass(model, ids)
-    return interleaved({"": run})[""], peak_memory(run)
+    return interleaved({"": run})[""], peak_memory(run, ids.device)
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], min_seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
@@ -105,9 +105,9 @@ def interleaved(runs: dict[str, Callable[[], Any]], min_seconds: float = 0.3, ro
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_memory(run: Callable[[], Any]) -> int:
-    """The most bytes of tensors that live at once during `run`, beside those that lived before."""
-    if torch.cuda.is_available():
+def peak_memory(run: Callable[[], Any], device: str | torch.device) -> int:
+    """The most bytes of tensors that live at once on `device` during `run`, beside those that lived before."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -125,6 +125,10 @@ def peak_memory(run: Callable[[], Any]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def environment() -> dict[str, Any]:

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -19,6 +18,7 @@ from .efficiency import (
     UNFUSED,
     Cell,
     as_records,
+    best_device,
     compare_lengths,
     compare_projected_lengths,
     curves,
@@ -47,7 +47,7 @@ def run(
         raise ValueError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if max(lengths) > tokens:
         raise ValueError(f"lengths={max(lengths)} exceeds tokens={tokens}: a pass holds at least one sequence")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     fields = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
