@@ -335,9 +335,11 @@ def eager_attention(
 
 
 def check_length(name: str, length: int, max_length: int, way_out: str) -> None:
+    # Numbers go into text only once the check has failed: a compiled graph would be made for each length otherwise.
     if length > max_length:
         raise ValueError(
-            f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or {way_out}"
+            f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or "
+            + way_out.format(length=length)
         )
 
 

@@ -325,8 +325,7 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config:
         raise ValueError("pass exactly one of input_ids and inputs_embeds")
     if not fits:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
-    length = tokens.shape[1]
-    check_length(name, length, config.max_position_embeddings, f"call model.resize_length({length})")
+    check_length(name, tokens.shape[1], config.max_position_embeddings, "call model.resize_length({length})")
     return tokens
 
 
