@@ -8,7 +8,7 @@ from torch.nn import functional
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
 from linformers.ops.ranks import Ranks
 from linformers.ops.reference import attend
-from linformers.projections import LinearProjection, window_matrix
+from linformers.projections import LinearProjection, MeanMap, window_matrix
 
 from . import modes
 from .naive import naive_attention, owners
@@ -32,22 +32,22 @@ def test_equals_its_definition(mode, attn_implementation):
     model = LinformerModel(modes.config(**mode)).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
-    for layer_idx, encoder_layer in enumerate(model.layers):
-        attention, projections = encoder_layer.attention, model.projections.of_layer(layer_idx)
-        for length in (1, 5, 12):
+    for length in (1, 5, 12):
+        for encoder_layer, (E, F) in zip(model.layers, model.projections(length), strict=True):
+            attention = encoder_layer.attention
             x = torch.randn(3, length, 16, dtype=torch.double)
-            result, _ = attention(x, projections, attn_implementation=attn_implementation)
-            assert_same(result, naive_attention(attention, projections, x))
+            result, _ = attention(x, E, F, attn_implementation=attn_implementation)
+            assert_same(result, naive_attention(attention, E, F, x))
             mask = torch.rand(3, length) < 0.6
             mask[:, length // 2] = True
-            result, _ = attention(x, projections, Ranks.of(mask), attn_implementation=attn_implementation)
-            assert_same(result[mask], naive_attention(attention, projections, x, mask)[mask])
+            result, _ = attention(x, E, F, Ranks.of(mask), attn_implementation=attn_implementation)
+            assert_same(result[mask], naive_attention(attention, E, F, x, mask)[mask])
 
 
 def test_definition_notices_a_difference():
     attention = layer()
     x = torch.randn(2, 12, 16, dtype=torch.double)
-    expected = naive_attention(attention, attention.projections.of_layer(0), x)
+    expected = naive_attention(attention, *attention.projections(x.shape[1])[0], x)
     assert_same(attention(x), expected)
     with torch.no_grad():
         attention.projections[0].delta[3, 2] += 1e-6
@@ -60,7 +60,7 @@ def test_definition_notices_a_difference():
 def test_prime_and_adjacent_sizes(n, k, init):
     attention = layer(max_length=n, projected_length=k, projection_init=init)
     x = torch.randn(2, n, 16, dtype=torch.double)
-    assert_same(attention(x), naive_attention(attention, attention.projections.of_layer(0), x))
+    assert_same(attention(x), naive_attention(attention, *attention.projections(x.shape[1])[0], x))
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
@@ -68,7 +68,7 @@ def test_k_equal_to_n_with_identity_matrices_is_softmax_attention(attn_implement
     attention = layer(max_length=12, projected_length=12, attn_implementation=attn_implementation)
     for projection in attention.projections:
         nn.init.zeros_(projection.delta)
-        torch.testing.assert_close(projection.weights(12), torch.eye(12, dtype=torch.double), rtol=0, atol=0)
+        assert torch.equal(projection(12), torch.eye(12, dtype=torch.double))
     x = torch.randn(2, 12, 16, dtype=torch.double)
     query, key, value = (
         linear(x).unflatten(-1, (4, 4)).transpose(1, 2) for linear in (attention.query, attention.key, attention.value)
@@ -125,41 +125,30 @@ def test_gradcheck_finds_a_wrong_gradient():
 @pytest.mark.parametrize(("n", "k"), [(12, 4), (7, 3), (512, 128), (13, 13), (10, 1), (100, 99)])
 def test_windows(n, k):
     """Column j of E₀ averages the rows r with ⌊r·k/n⌋ = j, and E starts there."""
-    E0 = window_matrix(n, k, n, torch.empty(0, dtype=torch.double))
+    E0 = window_matrix(n, k, n)
     owner = owners(n, k)
     assert set(owner) == set(range(k))
     for r in range(n):
         for j in range(k):
-            assert E0[r, j] == (1 / owner.count(j) if owner[r] == j else 0)
-    torch.testing.assert_close(LinearProjection(n, k).double().weights(n), E0, rtol=0, atol=0)
+            assert E0[r, j].item() == pytest.approx(1 / owner.count(j) if owner[r] == j else 0)
+    assert torch.equal(LinearProjection(n, k)(n), E0)
 
 
 @pytest.mark.parametrize(("n", "k"), [(512, 128), (4096, 64)])
 def test_gaussian_scale(n, k):
-    E = LinearProjection(n, k, init="gaussian").weights(n)
+    E = LinearProjection(n, k, init="gaussian")(n)
     assert E.std().item() == pytest.approx(n**-0.5, rel=0.02)
     assert E.mean().item() == pytest.approx(0, abs=5 * n**-0.5 / (n * k) ** 0.5)
 
 
 def test_learning_rate_of_the_matrix_is_relative():
     """An optimiser step of size r on Δ moves E by s · r."""
-    projection = LinearProjection(512, 128)
+    projection = LinformerModel(modes.config(max_position_embeddings=512, projected_length=128)).projections[0]
     assert projection.scale == pytest.approx(0.03)
-    before = projection.weights(512)
+    before = projection(512)
     with torch.no_grad():
         projection.delta += 0.5
-    torch.testing.assert_close(projection.weights(512) - before, torch.full((512, 128), 0.5 * 0.03))
-
-
-def test_projection_alone_ignores_padding():
-    projection = LinearProjection(12, 4)
-    nn.init.normal_(projection.delta)
-    x = torch.randn(2, 6, 3)
-    mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]])
-    poisoned = torch.where(mask[..., None].bool(), x, torch.nan)
-    result = projection(poisoned, mask)
-    torch.testing.assert_close(result[0], projection(x[:1, [1, 2, 4, 5]])[0])
-    torch.testing.assert_close(result[1], projection(x)[1])
+    torch.testing.assert_close(projection(512) - before, torch.full((512, 128), 0.5 * 0.03))
 
 
 def test_attention_of_a_row_that_may_see_nothing_is_zero():
@@ -174,16 +163,25 @@ def test_attention_of_a_row_that_may_see_nothing_is_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_softmax_is_taken_in_float32(dtype):
-    """The scores below are exact in `dtype`, but not once they are scaled: rounding them again would show."""
-    key = torch.randn(1, 1, 64, 1).mul(30).to(dtype)
-    query, value = torch.ones(1, 1, 1, 1, dtype=dtype), torch.ones(1, 1, 64, 1, dtype=dtype)
-    _, probs = attend(query, key, value, scaling=0.1337)
-    expected = torch.softmax(key.double().flatten() * 0.1337, -1)
-    torch.testing.assert_close(probs.double().flatten(), expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
-    rounded = torch.softmax((key * 0.1337).double().flatten(), -1)
-    with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(rounded, expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_scores_and_softmax_are_float32(dtype, autocast):
+    """Scores of 102,400 before scaling: infinite in float16, and far apart in bfloat16."""
+    query = torch.full((1, 1, 1, 64), 40.0, dtype=dtype)
+    key = torch.full((1, 1, 2, 64), 40.0, dtype=dtype)
+    key[..., 1, 0] = 39.75
+    value = torch.tensor([[1.0], [0.0]], dtype=dtype).expand(2, 64)[None, None]
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        output, probs = attend(query, key, value, scaling=64**-0.5)
+    expected = torch.softmax(torch.tensor([0.0, -40 * 0.25 / 8]), -1)
+    torch.testing.assert_close(probs.float().flatten(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(output.float().flatten(), expected[0].expand(64), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_long_windows_do_not_overflow(dtype):
+    assert torch.equal(
+        MeanMap(16384)(torch.full((1, 16384, 2), 20.0, dtype=dtype), 4), torch.full((1, 4, 2), 20.0, dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize(("sharing", "count"), [("none", 288), ("headwise", 24), ("key-value", 12), ("layerwise", 1)])

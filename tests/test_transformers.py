@@ -128,7 +128,7 @@ def test_initial_values():
     gaussian = LinformerModel(
         modes.config(projection_init="gaussian", max_position_embeddings=600, projected_length=60)
     )
-    assert gaussian.projections[0].weights(600).std().item() == pytest.approx(600**-0.5, rel=0.05)
+    assert gaussian.projections[0](600).std().item() == pytest.approx(600**-0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", modes.UNIFORM, ids=modes.name)

@@ -19,13 +19,15 @@ from .config import (
     check_heads,
     check_probability,
     check_projected_lengths,
+    check_scale,
     check_size,
+    default_scale,
 )
 from .ops.ranks import Ranks, move_to_front, zero_padding
 from .ops.reference import attend
-from .projections import LayerProjections, LinearProjection, Projections, SequenceProjection
+from .projections import LinearMap, Projections, SequenceMap, Weights, sequence_map
 
-# transformers' other attention functions take masks of a form that projected keys cannot have.
+# transformers' other attention functions take masks of n by n tokens, where projected keys need n by k slots.
 MASKING_IMPLEMENTATIONS = ("eager", "sdpa")
 
 
@@ -42,6 +44,7 @@ class ProjectedAttention(nn.Module):
         hidden_size: d, the channels of input and output.
         num_heads: h.
         projected_lengths: k of each head. Heads of equal k attend together, so that a smaller k costs less.
+        sequence_map: what multiplying with $E^T$ is here: a matrix product, pooling, a convolution.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         layer_idx: the number of the layer in its model, if it has one.
     """
@@ -53,6 +56,7 @@ class ProjectedAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         projected_lengths: Sequence[int],
+        sequence_map: SequenceMap,
         dropout: float = 0.0,
         layer_idx: int | None = None,
     ) -> None:
@@ -62,6 +66,7 @@ class ProjectedAttention(nn.Module):
         self.head_dim = hidden_size // num_heads
         self.scaling = self.head_dim**-0.5
         self.groups = group_heads(projected_lengths)
+        self.sequence_map = sequence_map
         self.dropout = dropout
         self.layer_idx = layer_idx
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -72,7 +77,8 @@ class ProjectedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        projections: LayerProjections,
+        E: Weights,
+        F: Weights,
         ranks: Ranks | None = None,
         context: Tensor | None = None,
         context_ranks: Ranks | None = None,
@@ -93,62 +99,66 @@ class ProjectedAttention(nn.Module):
         query = self._split_heads(self.query(hidden_states))  # (b, h, n, d_head)
         results = [
             self._attend(group.of(query, dim=1), key, value, slots, attn_implementation)
-            for group, key, value, slots in self.project(context, projections, context_ranks)
+            for group, key, value, slots in self.project(context, E, F, context_ranks)
         ]
         heads = self._in_order([result for result, _ in results], dim=2)  # (b, n, h, d_head)
         return self.output(heads.flatten(2)), self._merge_probs([probs for _, probs in results])
 
     def project(
-        self, context: Tensor, projections: LayerProjections, ranks: Ranks | None
+        self, context: Tensor, E: Weights, F: Weights, ranks: Ranks | None
     ) -> list[tuple[HeadGroup, Tensor, Tensor, Tensor | None]]:
         """For each group of heads its projected keys and values, (b, h, k, d_head), and which of them are filled."""
-        E, F = projections.keys, projections.values
         lengths = None if ranks is None else ranks.lengths
-        if ranks is not None and E[0].needs_order:
+        if ranks is not None and self.sequence_map.needs_order:
             context = move_to_front(context, ranks)
 
-        if len(E) == 1 and E[0].commutes:
-            short_keys = self._shorten(context, E[0], lengths)
-            short_values = short_keys if F[0] is E[0] else self._shorten(context, F[0], lengths)
+        shared_by_heads = E is None or (isinstance(E, Tensor) and E.dim() == 2)
+        if shared_by_heads and self.sequence_map.commutes:
+            short_keys = self._shorten(context, E, lengths)  # type: ignore[arg-type]
+            short_values = short_keys if F is E else self._shorten(context, F, lengths)  # type: ignore[arg-type]
             keys = [self._linear(self.key, x, group) for x, group in zip(short_keys, self.groups, strict=True)]
             values = [self._linear(self.value, x, group) for x, group in zip(short_values, self.groups, strict=True)]
         else:
             keys = self._linear_then_shorten(self.key, context, E, lengths)
             values = self._linear_then_shorten(self.value, context, F, lengths)
-        slots = [E[0].slot_mask(context, ranks, group.projected_length) for group in self.groups]
+        slots = [self.sequence_map.slot_mask(context, group.projected_length, ranks) for group in self.groups]
         return list(zip(self.groups, keys, values, slots, strict=True))
 
-    def _shorten(self, context: Tensor, projection: SequenceProjection, lengths: Tensor | None) -> list[Tensor]:
+    def _shorten(self, context: Tensor, E: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
         """$E^T x$ for each group of heads, (b, k, d)."""
         finest = max(group.projected_length for group in self.groups)
         nested = all(finest % group.projected_length == 0 for group in self.groups)
-        if isinstance(projection, LinearProjection) and nested:
+        if isinstance(self.sequence_map, LinearMap) and nested:
             # Averaging the finest projected tokens is cheaper than projecting the whole input again.
-            projected = projection.project(context, lengths, finest)
-            return [projection.coarsen(projected, group.projected_length) for group in self.groups]
-        return [projection.project(context, lengths, group.projected_length) for group in self.groups]
+            projected = self.sequence_map(context, finest, E, lengths)
+            return [self.sequence_map.coarsen(projected, group.projected_length) for group in self.groups]
+        return [self.sequence_map(context, group.projected_length, E, lengths) for group in self.groups]
 
     def _linear(self, linear: nn.Linear, tokens: Tensor, group: HeadGroup) -> Tensor:
         """$x W + b$ for the heads of a group: (b, k, d) to (b, h, k, d_head)."""
         if len(self.groups) == 1:
             return self._split_heads(linear(tokens))
+        if type(linear) is not nn.Linear:
+            # An adapter (LoRA) or a quantised layer is more than its weight: only calling it is right.
+            return group.of(self._split_heads(linear(tokens)), dim=1)
         weight = group.of(linear.weight.unflatten(0, (self.num_heads, -1)), dim=0).flatten(0, 1)
         bias = group.of(linear.bias.unflatten(0, (self.num_heads, -1)), dim=0).flatten()
         return self._split_heads(functional.linear(tokens, weight, bias))
 
     def _linear_then_shorten(
-        self, linear: nn.Linear, context: Tensor, projections: Sequence[SequenceProjection], lengths: Tensor | None
+        self, linear: nn.Linear, context: Tensor, E: Weights, lengths: Tensor | None
     ) -> list[Tensor]:
         """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head)."""
-        heads = self._split_heads(functional.linear(context, linear.weight))  # (b, h, n, d_head)
+        if type(linear) is nn.Linear:
+            tokens = functional.linear(context, linear.weight)
+        else:
+            tokens = linear(context) - linear.bias
+        heads = self._split_heads(tokens)  # (b, h, n, d_head)
         bias = linear.bias.unflatten(0, (self.num_heads, 1, -1)).to(heads.dtype)  # (h, 1, d_head)
         results = []
         for group in self.groups:
-            own = projections if len(projections) == 1 else [projections[head] for head in group.heads]
-            weights = None
-            if len(own) > 1:
-                weights = torch.stack([projection.weights(context.shape[1]) for projection in own])  # type: ignore
-            short = own[0].project(group.of(heads, dim=1), lengths, group.projected_length, weights)
+            k = group.projected_length
+            short = self.sequence_map(group.of(heads, dim=1), k, group.weights(E), lengths)
             results.append(short + group.of(bias, dim=0))
         return results
 
@@ -210,7 +220,7 @@ class LinformerAttention(ProjectedAttention):
         sharing: `"none"`, `"headwise"` or `"key-value"`; `"layerwise"` is `"key-value"` in a single layer.
         projection: `"linear"`, `"mean"`, `"max"`, `"conv"` or `"identity"` (standard attention).
         projection_init: `"window"` or `"gaussian"`.
-        projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$.
+        projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         attn_implementation: `"sdpa"`, `"eager"`, or any other that transformers knows.
     """
@@ -236,6 +246,7 @@ class LinformerAttention(ProjectedAttention):
         check_choice("sharing", sharing, SHARINGS)
         check_choice("projection", projection, PROJECTIONS)
         check_choice("projection_init", projection_init, PROJECTION_INITS)
+        check_scale(projection_scale)
         check_choice("attn_implementation", attn_implementation, ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()])
         lengths = list(projected_length) if isinstance(projected_length, Sequence) else [projected_length] * num_heads
         if projection == "identity":
@@ -243,7 +254,9 @@ class LinformerAttention(ProjectedAttention):
         if len(lengths) != num_heads:
             raise ValueError(f"projected_length has {len(lengths)} entries, one per head, but num_heads={num_heads}")
         check_projected_lengths([lengths], max_length, projection=projection, sharing=sharing, length_name="max_length")
-        super().__init__(hidden_size, num_heads, lengths, dropout)
+        super().__init__(
+            hidden_size, num_heads, lengths, sequence_map(projection, max_length, projection_init), dropout
+        )
         self.max_length = max_length
         self.attn_implementation = attn_implementation
         self.projections = Projections(
@@ -253,7 +266,7 @@ class LinformerAttention(ProjectedAttention):
             projection=projection,
             sharing=sharing,
             init=projection_init,
-            scale=projection_scale,
+            scale=default_scale(max(lengths), max_length) if projection_scale is None else projection_scale,
         )
 
     def forward(  # type: ignore[override]
@@ -286,9 +299,11 @@ class LinformerAttention(ProjectedAttention):
                 expected = f"({hidden_states.shape[0]}, length, {self.hidden_size})"
                 raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
         check_length(source_name, source.shape[1], self.max_length, "make the layer with a larger max_length")
+        ((E, F),) = self.projections(source.shape[1])
         output, probs = super().forward(
             hidden_states,
-            self.projections.of_layer(0),
+            E,
+            F,
             ranks_of("attention_mask", attention_mask, hidden_states),
             context,
             ranks_of("context_mask", context_mask, source),
@@ -310,6 +325,12 @@ class HeadGroup(NamedTuple):
             return tensor.narrow(dim, first, len(self.heads))
         # Not by a list of numbers as index, which would have to travel to the device each time.
         return torch.stack([tensor.select(dim, head) for head in self.heads], dim)
+
+    def weights(self, E: Weights) -> Tensor | None:
+        """These heads' own E, (h, n, k), or the one (n, k) that all heads share."""
+        if E is None or (isinstance(E, Tensor) and E.dim() == 2):
+            return E
+        return torch.stack([E[head] for head in self.heads])
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[HeadGroup]:

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import ProjectedAttention, check_length, group_heads, ranks_of
 from .config import NO_CAUSAL, LinformerConfig
 from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
-from .projections import ConvProjection, LayerProjections, LinearProjection, Projections
+from .projections import ConvProjection, LinearProjection, Projections, SequenceMap, Weights, sequence_map
 
 logger = logging.get_logger(__name__)
 
@@ -45,7 +45,7 @@ class PositionEmbeddings(nn.Embedding):
             channels = self.weight.mT[None].float()  # (1, d, n)
             stretched = functional.interpolate(channels, max_length, mode="linear", align_corners=True)
             weight = stretched[0].mT.to(self.weight.dtype).contiguous()
-        return type(self).from_pretrained(weight, freeze=False)
+        return type(self).from_pretrained(weight, freeze=not self.weight.requires_grad)
 
 
 class LinformerEmbeddings(nn.Module):
@@ -68,15 +68,12 @@ class LinformerEmbeddings(nn.Module):
         ranks: Ranks | None,
     ) -> Tensor:
         words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (b, n, d)
-        positions = self.position_embeddings.weight
-        if ranks is None or ranks.places is None:
-            positions = positions[: words.shape[1]]
-        else:
-            positions = functional.embedding(ranks.places, positions)
-        types = self.token_type_embeddings.weight[0]
-        if token_type_ids is not None:
-            types = self.token_type_embeddings(token_type_ids)
-        embeddings = words + types + positions
+        positions = torch.arange(words.shape[1], device=words.device)
+        if ranks is not None and ranks.places is not None:
+            positions = ranks.places
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(positions)
+        embeddings = words + self.token_type_embeddings(token_type_ids) + self.position_embeddings(positions)
         if ranks is not None:
             embeddings = zero_padding(embeddings, ranks.mask)
         return self.dropout(self.norm(embeddings))
@@ -108,6 +105,7 @@ class LinformerLayer(GradientCheckpointingLayer):
             config.hidden_size,
             config.num_attention_heads,
             config.projected_lengths[layer_idx],
+            build_map(config),
             config.attention_probs_dropout_prob,
             layer_idx,
         )
@@ -119,12 +117,13 @@ class LinformerLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        projections: LayerProjections,
+        E: Weights,
+        F: Weights,
         ranks: Ranks | None = None,
         attn_implementation: str = "sdpa",
     ) -> Tensor:
         def attend(x: Tensor) -> Tensor:
-            output, _ = self.attention(x, projections, ranks, attn_implementation=attn_implementation)
+            output, _ = self.attention(x, E, F, ranks, attn_implementation=attn_implementation)
             return self.dropout(output)
 
         def transform(x: Tensor) -> Tensor:
@@ -203,6 +202,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         n, new_n = old.max_position_embeddings, new.max_position_embeddings
         if (n, old.projected_lengths) == (new_n, new.projected_lengths):
             return
+        if new.projection_scale is not None:  # s stays in proportion to the entries of E₀
+            new.projection_scale *= (new.largest_projected_length / new_n) / (old.largest_projected_length / n)
         ratios_hold = all(
             k * new_n == new_k * n
             for heads, new_heads in zip(old.projected_lengths, new.projected_lengths, strict=True)
@@ -211,15 +212,20 @@ class LinformerPreTrainedModel(PreTrainedModel):
         cut = new_n <= n and ratios_hold
 
         model = self.base_model
-        projections = build_projections(new).to(self.device, self.dtype)
+        with torch.device("meta"):
+            projections = build_projections(new)
         for projection, source in zip(projections, model.projections, strict=True):
-            if isinstance(projection, LinearProjection | ConvProjection):
-                (projection.load_slice if cut else projection.load_resampled)(source)
+            like = next(source.parameters())
+            projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
+            load: Any = projection.load_slice if cut else projection.load_resampled
+            load(source)
         model.projections = projections
         for layer, lengths in zip(model.layers, new.projected_lengths, strict=True):
             layer.attention.groups = group_heads(lengths)
+            layer.attention.sequence_map = build_map(new)
         model.embeddings.position_embeddings = model.embeddings.position_embeddings.resized(new_n, cut)
-        old.max_position_embeddings, old.projected_length = new_n, new.projected_length
+        for name in ("max_position_embeddings", "projected_length", "projection_scale"):
+            setattr(old, name, getattr(new, name))
 
 
 class LinformerModel(LinformerPreTrainedModel):
@@ -284,9 +290,8 @@ class LinformerModel(LinformerPreTrainedModel):
             )
 
         hidden_states = self.embeddings(input_ids, token_type_ids, inputs_embeds, ranks)  # (b, n, d)
-        for layer_idx, layer in enumerate(self.layers):
-            projections = self.projections.of_layer(layer_idx)
-            hidden_states = layer(hidden_states, projections, ranks, attn_implementation)
+        for layer, (E, F) in zip(self.layers, self.projections(tokens.shape[1]), strict=True):
+            hidden_states = layer(hidden_states, E, F, ranks, attn_implementation)
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states)
         if moved_by is not None:
@@ -327,6 +332,10 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
     check_length(name, tokens.shape[1], config.max_position_embeddings, "call model.resize_length({length})")
     return tokens
+
+
+def build_map(config: LinformerConfig) -> SequenceMap:
+    return sequence_map(config.projection, config.max_position_embeddings, config.projection_init)
 
 
 def build_projections(config: LinformerConfig) -> Projections:

@@ -30,13 +30,16 @@ def attend(
     Returns:
         The result (b, h, n, d_head) and $\bar P$ (b, h, n, k), which is exactly 0 where `mask` is false.
     """
-    at_least_float32 = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.mT).to(at_least_float32) * scaling  # (b, h, n, k)
-    if mask is not None:
-        # The lowest finite score, not -inf: a row without any visible key must not turn into NaN.
-        scores = scores.masked_fill(~mask, torch.finfo(at_least_float32).min)
-    probs = scores.softmax(-1)
-    if mask is not None:
-        probs = probs.masked_fill(~mask, 0.0)
-    probs = functional.dropout(probs, dropout).to(value.dtype)
-    return probs @ value, probs
+    dtype, precise = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    # Autocast would round scores to half precision, and unscaled ones can exceed what float16 holds.
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, value = (x.to(precise) for x in (query, key, value))
+        scores = query @ key.mT * scaling  # (b, h, n, k)
+        if mask is not None:
+            # The lowest finite score, not -inf: a row without any visible key must not turn into NaN.
+            scores = scores.masked_fill(~mask, torch.finfo(precise).min)
+        probs = scores.softmax(-1)
+        if mask is not None:
+            probs = probs.masked_fill(~mask, 0.0)
+        probs = functional.dropout(probs, dropout)
+        return (probs @ value).to(dtype), probs.to(dtype)
