@@ -3,11 +3,18 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, RobertaConfig, RobertaModel
 
-from linformers import LinformerAttention, LinformerConfig, LinformerForMaskedLM, LinformerModel
+from linformers import (
+    LinformerAttention,
+    LinformerConfig,
+    LinformerForMaskedLM,
+    LinformerForTokenClassification,
+    LinformerModel,
+)
 from linformers.convert import from_roberta
 
 from . import modes
@@ -69,6 +76,15 @@ def refused(message, error=ValueError):
         ({"pad_token_id": "<pad>"}, "pad_token_id='<pad>' must be None or one of the 31 tokens"),
         ({"projection_scale": "big"}, "projection_scale='big' must be a positive number"),
         ({"projected_length": [[[4]] * 4] * 2}, "projected_length[0][0]=[4] must be a positive integer"),
+        ({"hidden_dropout_prob": None}, "hidden_dropout_prob=None must be a probability"),
+        ({"attention_probs_dropout_prob": True}, "attention_probs_dropout_prob=True must be a probability"),
+        ({"layer_norm_eps": -1e-5}, "layer_norm_eps=-1e-05 must be a positive number"),
+        ({"initializer_range": None}, "initializer_range=None must be a positive number"),
+        ({"norm_first": "yes"}, "norm_first='yes' must be True or False"),
+        ({"chunk_size_feed_forward": -1}, "chunk_size_feed_forward=-1 must be 0, or the tokens in a chunk"),
+        ({"k": 4}, "'k' is not a field of LinformerConfig; did you mean 'projected_length'?"),
+        ({"num_heads": 4}, "'num_heads' is not a field of LinformerConfig; did you mean 'num_attention_heads'?"),
+        ({"causal": True}, "'causal' is not a field of LinformerConfig; did you mean 'is_causal'?"),
         ({"is_decoder": True}, "is_decoder=True is not possible: a projected key mixes all positions"),
         ({"is_causal": True}, "is_causal=True is not possible"),
         (
@@ -90,11 +106,25 @@ def test_config(fields, message):
         modes.config(**fields)
 
 
-def test_nearest_mode_is_named():
-    with pytest.raises(ValueError, match="did you mean 'layerwise'"):
-        modes.config(sharing="layer-wise")
-    with pytest.raises(ValueError, match="did you mean 'linear'"):
-        modes.config(projection="liner")
+@pytest.mark.parametrize(
+    ("fields", "nearest"),
+    [
+        ({"sharing": "layer-wise"}, "layerwise"),
+        ({"sharing": "KEY_VALUE"}, "key-value"),
+        ({"projection": "liner"}, "linear"),
+        ({"projection": "Conv1d"}, "conv"),
+    ],
+)
+def test_nearest_mode_is_named(fields, nearest):
+    with pytest.raises(ValueError, match=f"did you mean {nearest!r}"):
+        modes.config(**fields)
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = modes.config(projected_length=np.array([4, 2]), max_position_embeddings=np.int64(12))
+    assert config.projected_length == [4, 2]
+    assert type(config.max_position_embeddings) is int
+    assert LinformerAttention(16, 4, 12, np.array([4, 2, 4, 1]))(torch.randn(1, 3, 16)).shape == (1, 3, 16)
 
 
 def test_misspelt_field_in_a_file(tmp_path):
@@ -130,6 +160,9 @@ def test_assigned_fields_are_checked_when_a_model_is_made():
         ({"projected_length": 13}, "projected_length=13 exceeds max_length=12; k can be at most n"),
         ({"num_heads": 3}, "hidden_size=16 is not divisible by num_heads=3"),
         ({"projected_length": [4, 4]}, "projected_length has 2 entries, one per head, but num_heads=4"),
+        ({"projected_length": "4"}, "projected_length='4' must be a positive integer"),
+        ({"projected_length": [[4] * 4]}, "projected_length has 1 entries, one per head, but num_heads=4"),
+        ({"projected_length": [[4]] * 4}, "projected_length=[4] must be a positive integer"),
         ({"sharing": "headwize"}, "sharing='headwize' is not one of"),
         ({"max_length": 0}, "max_length=0 must be a positive integer"),
         ({"dropout": 2}, "dropout=2 must be a probability"),
@@ -147,13 +180,17 @@ def test_inputs_of_the_layer():
         layer(torch.randn(2, 13, 16))
     with refused("context has 13 tokens, but at most n=12 are possible"):
         layer(x, context=torch.randn(2, 13, 16))
-    with refused("hidden_states has shape (2, 12, 15), expected (2, length, 16)"):
+    with refused("hidden_states has shape (2, 12, 15), expected (batch, length, 16)"):
         layer(torch.randn(2, 12, 15))
+    with refused("hidden_states has shape (12, 16), expected (batch, length, 16)"):
+        layer(x[0])
+    with refused("hidden_states is of type ndarray, expected a tensor", TypeError):
+        layer(x.numpy())
     with refused("context has shape (3, 5, 16), expected (2, length, 16)"):
         layer(x, context=torch.randn(3, 5, 16))
-    with refused("attention_mask has shape (2, 11), expected (batch, length) = (2, 12)"):
+    with refused("attention_mask has shape (2, 11), expected (2, 12)"):
         layer(x, torch.ones(2, 11, dtype=torch.bool))
-    with refused("context_mask has shape (2, 12), expected (batch, length) = (2, 5)"):
+    with refused("context_mask has shape (2, 12), expected (2, 5)"):
         layer(x, context=x[:, :5], context_mask=torch.ones(2, 12, dtype=torch.bool))
     with refused("context_mask was given without context"):
         layer(x, context_mask=torch.ones(2, 12, dtype=torch.bool))
@@ -167,9 +204,9 @@ def test_inputs_of_the_model():
         model(torch.ones(2, 13, dtype=torch.long))
     with pytest.raises(ValueError, match=re.escape("model.resize_length(13)")):
         model(torch.ones(2, 13, dtype=torch.long))
-    with refused("attention_mask has shape (2, 1, 12), expected (batch, length) = (2, 12)"):
+    with refused("attention_mask has shape (2, 1, 12), expected (2, 12)"):
         model(ids, torch.ones(2, 1, 12, dtype=torch.long))
-    with refused("attention_mask has shape (1, 12), expected (batch, length) = (2, 12)"):
+    with refused("attention_mask has shape (1, 12), expected (2, 12)"):
         model(ids, torch.ones(1, 12, dtype=torch.long))
     with refused("attention_mask has type torch.float32, expected bool or integers"):
         model(ids, torch.zeros(2, 12))
@@ -179,12 +216,52 @@ def test_inputs_of_the_model():
         model(ids[0])
     with refused("inputs_embeds has shape (2, 12, 15), expected (batch, length, 16)"):
         model(inputs_embeds=torch.randn(2, 12, 15))
-    with refused("is_causal=True is not possible"):
+    with refused("is_causal is not possible: a projected key mixes all positions"):
         model(ids, is_causal=True)
-    with refused("position_ids cannot be chosen: a token's position is its rank in attention_mask"):
+    with refused("position_ids is not possible: a token's position is its rank in attention_mask"):
         model(ids, position_ids=ids)
+    with refused("encoder_hidden_states is not possible: the model is an encoder; the layer LinformerAttention takes"):
+        model(ids, encoder_hidden_states=ids)
     with refused("a Linformer takes no argument 'atention_mask'; did you mean 'attention_mask'?", TypeError):
         model(ids, atention_mask=ids)
+    with refused("input_ids is of type list, expected a tensor", TypeError):
+        model(ids.tolist())
+    with refused("attention_mask is of type list, expected a tensor", TypeError):
+        model(ids, ids.tolist())
+    with refused("input_ids has type torch.float32, expected torch.int64 or torch.int32"):
+        model(ids.float())
+    with refused("input_ids has numbers from 1 to 31, but there are only 31, from 0 on"):
+        model(ids.index_fill(1, torch.tensor([3]), 31))
+    with refused("input_ids has numbers from -1 to 1, but there are only 31, from 0 on"):
+        model(ids.index_fill(1, torch.tensor([3]), -1))
+    with refused("token_type_ids has numbers from 1 to 2, but there are only 2, from 0 on"):
+        model(ids, token_type_ids=ids.index_fill(1, torch.tensor([3]), 2))
+    with refused("token_type_ids has shape (12,), expected (2, 12)"):
+        model(ids, token_type_ids=ids[0])
+    with refused("labels has shape (2, 11), expected (2, 12)"):
+        model(ids, labels=ids[:, :11])
+    with refused("labels has shape (2,), expected (2, 12)"):
+        LinformerForTokenClassification(modes.config())(ids, labels=ids[:, 0])
+
+
+def test_arguments_that_ask_for_nothing_are_taken():
+    model, ids = LinformerModel(modes.config()), torch.ones(2, 12, dtype=torch.long)
+    result = model(ids, use_cache=False, position_ids=None, past_key_values=None, is_causal=False)
+    assert torch.equal(result.last_hidden_state, model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize(("projection", "length"), [("linear", 13), ("mean", 16), ("conv", 16), ("identity", 13)])
+def test_advice_on_a_longer_input_can_be_followed(projection, length):
+    model, ids = LinformerModel(modes.config(projection=projection)), torch.ones(2, 13, dtype=torch.long)
+    with pytest.raises(ValueError, match=re.escape(f"model.resize_length({length})")):
+        model(ids)
+    model.resize_length(length)
+    assert model(ids).last_hidden_state.shape == (2, 13, 16)
+
+
+def test_model_of_another_config():
+    with refused("LinformerModel takes a LinformerConfig, not RobertaConfig; linformers.convert.from_", TypeError):
+        LinformerModel(RobertaConfig())
 
 
 def test_implementations_that_cannot_mask_slots():
@@ -203,8 +280,33 @@ def test_checkpoint_of_another_length(tmp_path):
         LinformerForMaskedLM.from_pretrained(tmp_path, config=modes.config(max_position_embeddings=24))
     with refused("the checkpoint is for n=12, k=4, but n=12, k=6 was asked for"):
         LinformerForMaskedLM.from_pretrained(tmp_path, projected_length=6)
+    with refused("the checkpoint was made with projection_scale=0.04: under 1.0 its E means another"):
+        LinformerForMaskedLM.from_pretrained(tmp_path, projection_scale=1.0)
+    with refused("the checkpoint was made with projection_init='window': under 'gaussian' its E means another"):
+        AutoModel.from_pretrained(tmp_path, projection_init="gaussian")
     with refused("the checkpoint is for n=12, the model for n=24; load it into a model for n=12, then call"):
         LinformerForMaskedLM(modes.config(max_position_embeddings=24)).load_state_dict(model.state_dict())
+
+
+def test_what_a_checkpoint_can_be_loaded_with(tmp_path):
+    model = LinformerForMaskedLM(modes.config())
+    model.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path / "config")
+    same = [
+        LinformerForMaskedLM.from_pretrained(tmp_path, config=str(tmp_path / "config")),
+        LinformerForMaskedLM.from_pretrained(tmp_path, projected_length=[4, 4], hidden_dropout_prob=0.5),
+        LinformerForMaskedLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()),
+    ]
+    for other in same:
+        assert torch.equal(other.linformer.projections[0].delta, model.linformer.projections[0].delta)
+        assert torch.equal(other.head.dense.weight, model.head.dense.weight)
+    assert same[1].config.hidden_dropout_prob == 0.5
+    twin = LinformerForMaskedLM.from_pretrained(tmp_path, projection="identity")
+    assert torch.equal(twin.head.dense.weight, model.head.dense.weight)
+    longer = LinformerForMaskedLM.from_pretrained(tmp_path, max_position_embeddings=24, ignore_mismatched_sizes=True)
+    assert longer(torch.ones(1, 24, dtype=torch.long)).logits.shape == (1, 24, 31)
+    with pytest.raises(OSError, match="nowhere"):
+        LinformerForMaskedLM.from_pretrained(tmp_path / "nowhere")
 
 
 def test_resizing_to_what_cannot_be():
@@ -221,3 +323,30 @@ def test_resizing_to_what_cannot_be():
 def test_converting_another_architecture():
     with refused("from_roberta takes one of RobertaModel, "):
         from_roberta(LinformerModel(modes.config()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "message"),
+    [
+        ({"is_decoder": True}, {}, "the RoBERTa model has is_decoder=True: a projected key mixes"),
+        ({"pad_token_id": None}, {}, "the RoBERTa model has pad_token_id=None, after which its positions are counted"),
+        ({}, {"hidden_size": 32}, "hidden_size=32 cannot be chosen: RoBERTa's weights are for 16"),
+        ({}, {"norm_first": True}, "norm_first=True cannot be chosen: RoBERTa's weights are for False"),
+        (
+            {},
+            {"projected_length": 4},
+            "projected_length=4 has no effect on a Transformer; pass projection='linear' too",
+        ),
+        ({}, {"sharing": "none", "projection": "identity"}, "sharing='none' has no effect on a Transformer"),
+        (
+            {},
+            {"projecton": "linear"},
+            "projecton='linear' is not a field of LinformerConfig; did you mean 'projection'?",
+        ),
+        ({}, {"nonsense": 3}, "nonsense=3 is not a field of LinformerConfig"),
+    ],
+)
+def test_converting_to_what_cannot_be(fields, changes, message):
+    config = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, **fields}
+    with refused(message):
+        from_roberta(RobertaModel(RobertaConfig(intermediate_size=24, max_position_embeddings=20, **config)), **changes)

@@ -56,6 +56,25 @@ def test_two_graphs_for_all_lengths(mode):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("mode", EXPORTED, ids=modes.name)
+def test_few_graphs_for_all_batches_and_uses(mode):
+    """Lengths and batches that both change, first without a mask, then with labels: a graph or two for each."""
+    torch._dynamo.reset()
+    model, counter = model_of(mode), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for masked, labelled in ((False, False), (True, False), (True, True)):
+        before = counter.frame_count
+        for batch, length in ((3, 5), (2, 4), (4, 9), (5, 7), (2, 2), (7, 11)):
+            inputs = inputs_of(batch, length, masked)
+            if labelled:
+                inputs["labels"] = inputs["input_ids"]
+            mask = inputs["attention_mask"].bool() if masked else torch.ones(batch, length, dtype=torch.bool)
+            with torch.no_grad():
+                result, expected = compiled(**inputs), model(**inputs)
+            torch.testing.assert_close(result.logits[mask], expected.logits[mask], rtol=0, atol=1e-5)
+        assert counter.frame_count - before <= 3
+
+
 @pytest.mark.parametrize("mode", MODES[::4], ids=modes.name)
 def test_compiled_gradients(mode):
     torch._dynamo.reset()

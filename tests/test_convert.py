@@ -86,6 +86,40 @@ def test_linformer_with_the_weights_of_roberta():
     assert from_roberta(original, projection="linear", projected_length=5)(ids).logits.shape == (2, 19, 31)
 
 
+def test_fields_are_those_of_roberta():
+    original = roberta(RobertaForSequenceClassification, hidden_dropout_prob=0.3, classifier_dropout=0.2)
+    config = from_roberta(original).config
+    fields = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "hidden_act",
+    )
+    rest = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "layer_norm_eps", "num_labels")
+    for field in (*fields, *rest, "pad_token_id", "bos_token_id", "eos_token_id", "type_vocab_size", "id2label"):
+        assert getattr(config, field) == getattr(original.config, field)
+    assert from_roberta(original, hidden_dropout_prob=0.0).config.hidden_dropout_prob == 0.0
+
+
+@pytest.mark.parametrize("length", [10, 40])
+def test_another_length(length):
+    original = roberta(RobertaModel)
+    twin = from_roberta(original, max_position_embeddings=length)
+    positions = original.embeddings.position_embeddings.weight[2:]
+    ours = twin.embeddings.position_embeddings.weight
+    assert ours.shape == (length, 16)
+    if length == 10:
+        ids = torch.randint(3, 31, (2, 10))
+        torch.testing.assert_close(twin(ids).last_hidden_state, original(ids).last_hidden_state, rtol=0, atol=1e-5)
+    else:
+        torch.testing.assert_close(ours[[0, -1]], positions[[0, -1]])
+    assert from_roberta(original, max_position_embeddings=64, projection="mean", projected_length=16)(
+        torch.randint(3, 31, (2, 60))
+    ).last_hidden_state.shape == (2, 60, 16)
+
+
 def test_dtype_and_mode_are_kept():
     model = from_roberta(roberta(RobertaModel).bfloat16().train())
     assert model.dtype == torch.bfloat16

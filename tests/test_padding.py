@@ -102,8 +102,9 @@ def test_amount_and_place_of_padding_do_not_matter(mode, dtype, std, tolerance, 
 @given(mask=masks(), seed=st.integers(0, 2**20), poison=st.sampled_from([torch.nan, torch.inf]))
 def test_layer_alone(mode, mask, seed, poison):
     """The same for `LinformerAttention`, and for the mask of its context."""
-    if "projected_length" in mode:
-        mode = {**mode, "projected_length": [4, 2, 4, 1], "sharing": "none"}
+    if "projected_length" in mode:  # one for each head of a layer, where conv kernels can be of one size only if shared
+        shared_kernel = mode["projection"] == "conv" and mode.get("sharing") != "none"
+        mode = {**mode, "projected_length": 4 if shared_kernel else [4, 2, 4, 1]}
     torch.manual_seed(0)
     layer = LinformerAttention(16, 4, MAX_LENGTH, **{"projected_length": 4, **mode})
     torch.manual_seed(seed)
@@ -119,11 +120,6 @@ def test_layer_alone(mode, mask, seed, poison):
             torch.testing.assert_close(with_context[row, mask[row]], alone[0, mask[row]], rtol=0, atol=1e-6)
     layer(poisoned, mask, context=poisoned_context, context_mask=mask).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
-
-
-def test_enough_cases():
-    """The padding properties are held up by at least 1,000 cases."""
-    assert 5 * EXAMPLES * len(modes.ALL) >= 1000
 
 
 @every_mode

@@ -115,3 +115,12 @@ def test_bfloat16_model_stays_bfloat16():
     model = trained().bfloat16()
     model.resize_length(24, 8)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_frozen_weights_stay_frozen():
+    model = trained(sharing="headwise")
+    model.linformer.projections[0].requires_grad_(False)
+    model.linformer.embeddings.requires_grad_(False)
+    model.resize_length(24, 8)
+    assert [p.requires_grad for p in model.linformer.projections.parameters()] == [False, True, True, True]
+    assert not model.linformer.embeddings.position_embeddings.weight.requires_grad

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
 from linformers.ops.ranks import Ranks
@@ -214,3 +215,42 @@ def test_models_and_layers_share_no_storage():
             assert len(own) == len(list(model.parameters()))
             modules = [module for _, module in model.named_modules(remove_duplicate=False)]
             assert len(modules) == len(set(map(id, modules)))
+
+
+def products(function):
+    """The multiplications that `function` spends on matrix products."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops() // 2
+
+
+def test_cost_is_linear_and_one_matrix_for_all_heads_projects_first():
+    n, k, d = 48, 4, 16
+    queries_and_output, attention = 2 * n * d * d, 2 * n * k * d
+    x = torch.randn(1, n, d, dtype=torch.double)
+    sizes = {"max_length": n, "projected_length": k, "attn_implementation": "eager"}
+    shared = products(lambda: layer(sharing="key-value", **sizes)(x))
+    assert shared == queries_and_output + attention + n * k * d + 2 * k * d * d
+    headwise = products(lambda: layer(sharing="headwise", **sizes)(x))
+    assert headwise == queries_and_output + attention + 2 * n * k * d + 2 * k * d * d
+    unshared = products(lambda: layer(sharing="none", **sizes)(x))
+    assert unshared == queries_and_output + attention + 2 * n * k * d + 2 * n * d * d
+
+
+@pytest.mark.parametrize("projection", ["linear", "mean", "max", "conv"])
+def test_smaller_projected_length_of_some_heads_or_layers_costs_less(projection):
+    def cost(projected_length):
+        model = LinformerModel(
+            modes.config(
+                projection=projection,
+                projected_length=projected_length,
+                max_position_embeddings=64,
+                sharing="none" if projection == "conv" else "layerwise",
+                attn_implementation="eager",
+            )
+        )
+        return products(lambda: model(torch.zeros(1, 64, dtype=torch.long)))
+
+    all_large, some_heads, some_layers, all_small = (cost(k) for k in (32, [[32, 32, 8, 8]] * 2, [32, 8], 8))
+    assert all_small < some_layers < all_large
+    assert all_small < some_heads < all_large

@@ -154,10 +154,14 @@ def test_gradient_checkpointing_recomputes_dropout_as_it_was():
         model.zero_grad()
         torch.manual_seed(7)
         model(ids, labels=ids).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, checkpointed, rtol=0, atol=0)
+    for name, plain in gradients[0].items():
+        assert torch.equal(plain, gradients[1][name])
+    torch.manual_seed(8)
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert not torch.equal(model.head.dense.weight.grad, gradients[0]["head.dense.weight"])
 
 
 def test_sparse_prediction_is_the_same_loss_from_fewer_scores():
@@ -193,7 +197,7 @@ def test_hidden_states_stand_where_their_tokens_do():
         torch.testing.assert_close(b[mask.bool()], a[0], rtol=0, atol=2e-6)
 
 
-def test_attentions_come_from_eager_attention(caplog):
+def test_attentions_come_from_eager_attention():
     model = randomise(LinformerModel(modes.config(attn_implementation="sdpa")))
     ids = torch.randint(31, (2, 7))
     outputs = model(ids, output_attentions=True)
@@ -305,3 +309,57 @@ def test_public_names():
         "LinformerPreTrainedModel",
     }
     assert all(hasattr(linformers, name) for name in linformers.__all__)
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank adapter (LoRA) around a linear layer, as peft makes it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_adapters_around_linear_layers_count(mode):
+    """Keys and values through an adapter equal those through a weight that has it added."""
+    model = randomise(LinformerModel(modes.config(**mode)))
+    merged = copy.deepcopy(model)
+    for layer, other in zip(model.layers, merged.layers, strict=True):
+        for name in ("query", "key", "value"):
+            adapter = Adapter(getattr(layer.attention, name))
+            setattr(layer.attention, name, adapter)
+            getattr(other.attention, name).weight.data += adapter.up.weight @ adapter.down.weight
+    ids, mask = torch.randint(31, (2, 9)), torch.rand(2, 9) < 0.8
+    result, expected = (m(ids, mask).last_hidden_state for m in (model, merged))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    result.square().sum().backward()
+    assert all(layer.attention.key.up.weight.grad.abs().max() > 0 for layer in model.layers)
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_weights_may_be_offloaded(mode, tmp_path):
+    from accelerate import cpu_offload, disk_offload
+
+    model = randomise(LinformerForMaskedLM(modes.config(**mode)))
+    ids, mask = torch.randint(31, (2, 9)), torch.rand(2, 9) < 0.8
+    expected = model(ids, mask).logits
+    on_disk = copy.deepcopy(model)
+    cpu_offload(model, execution_device="cpu")
+    disk_offload(on_disk, tmp_path, execution_device="cpu")
+    assert next(on_disk.linformer.layers[0].parameters()).device.type == "meta"
+    with torch.no_grad():
+        for offloaded in (model, on_disk):
+            torch.testing.assert_close(offloaded(ids, mask).logits, expected, rtol=0, atol=1e-5)

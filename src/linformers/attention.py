@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .checks import check_choice, check_probability, check_shape, check_size, refuse_length
 from .config import (
     NO_CAUSAL,
     PROJECTION_INITS,
     PROJECTIONS,
     SHARINGS,
-    check_choice,
     check_heads,
-    check_probability,
     check_projected_lengths,
     check_scale,
-    check_size,
     default_scale,
+    plain,
 )
 from .ops.ranks import Ranks, move_to_front, zero_padding
 from .ops.reference import attend
@@ -138,8 +137,7 @@ class ProjectedAttention(nn.Module):
         """$x W + b$ for the heads of a group: (b, k, d) to (b, h, k, d_head)."""
         if len(self.groups) == 1:
             return self._split_heads(linear(tokens))
-        if type(linear) is not nn.Linear:
-            # An adapter (LoRA) or a quantised layer is more than its weight: only calling it is right.
+        if not is_plain(linear, tokens):
             return group.of(self._split_heads(linear(tokens)), dim=1)
         weight = group.of(linear.weight.unflatten(0, (self.num_heads, -1)), dim=0).flatten(0, 1)
         bias = group.of(linear.bias.unflatten(0, (self.num_heads, -1)), dim=0).flatten()
@@ -149,12 +147,13 @@ class ProjectedAttention(nn.Module):
         self, linear: nn.Linear, context: Tensor, E: Weights, lengths: Tensor | None
     ) -> list[Tensor]:
         """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head)."""
-        if type(linear) is nn.Linear:
-            tokens = functional.linear(context, linear.weight)
+        if is_plain(linear, context):
+            tokens, bias = functional.linear(context, linear.weight), linear.bias
         else:
-            tokens = linear(context) - linear.bias
+            bias = linear(context.new_zeros(self.hidden_size))
+            tokens = linear(context) - bias
         heads = self._split_heads(tokens)  # (b, h, n, d_head)
-        bias = linear.bias.unflatten(0, (self.num_heads, 1, -1)).to(heads.dtype)  # (h, 1, d_head)
+        bias = bias.unflatten(0, (self.num_heads, 1, -1)).to(heads.dtype)  # (h, 1, d_head)
         results = []
         for group in self.groups:
             k = group.projected_length
@@ -248,7 +247,9 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
         check_choice("attn_implementation", attn_implementation, ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()])
-        lengths = list(projected_length) if isinstance(projected_length, Sequence) else [projected_length] * num_heads
+        lengths = plain(projected_length)
+        if not isinstance(lengths, list):
+            lengths = [lengths] * num_heads
         if projection == "identity":
             lengths = [max_length] * num_heads
         if len(lengths) != num_heads:
@@ -294,11 +295,11 @@ class LinformerAttention(ProjectedAttention):
         if context_mask is not None and context is None:
             raise ValueError("context_mask was given without context; the mask of hidden_states is attention_mask")
         source, source_name = (hidden_states, "hidden_states") if context is None else (context, "context")
-        for name, tokens in (("hidden_states", hidden_states), (source_name, source)):
-            if tokens.dim() != 3 or tokens.shape[0] != hidden_states.shape[0] or tokens.shape[2] != self.hidden_size:
-                expected = f"({hidden_states.shape[0]}, length, {self.hidden_size})"
-                raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
-        check_length(source_name, source.shape[1], self.max_length, "make the layer with a larger max_length")
+        check_shape("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
+        if context is not None:
+            check_shape("context", context, (hidden_states.shape[0], "length", self.hidden_size))
+        if source.shape[1] > self.max_length:
+            refuse_length(source_name, source.shape[1], self.max_length, "make the layer with a larger max_length")
         ((E, F),) = self.projections(source.shape[1])
         output, probs = super().forward(
             hidden_states,
@@ -333,6 +334,11 @@ class HeadGroup(NamedTuple):
         return torch.stack([E[head] for head in self.heads])
 
 
+def is_plain(linear: nn.Linear, tokens: Tensor) -> bool:
+    """Whether a layer is no more than its weight: only calling is right for one adapted, quantised or offloaded."""
+    return type(linear) is nn.Linear and linear.weight.device == tokens.device
+
+
 def group_heads(projected_lengths: Sequence[int]) -> list[HeadGroup]:
     return [
         HeadGroup(k, [head for head, length in enumerate(projected_lengths) if length == k])
@@ -355,22 +361,11 @@ def eager_attention(
     return output.transpose(1, 2), probs
 
 
-def check_length(name: str, length: int, max_length: int, way_out: str) -> None:
-    # Numbers go into text only once the check has failed: a compiled graph would be made for each length otherwise.
-    if length > max_length:
-        raise ValueError(
-            f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or "
-            + way_out.format(length=length)
-        )
-
-
 def ranks_of(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:
     """The ranks of the real tokens of `tokens` (b, n, ...), once its mask has been checked."""
     if mask is None:
         return None
-    expected = tuple(tokens.shape[:2])
-    if mask.dim() != 2 or mask.shape[0] != expected[0] or mask.shape[1] != expected[1]:
-        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected (batch, length) = {expected}")
+    check_shape(name, mask, tokens.shape[:2])
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"{name} has type {mask.dtype}, expected bool or integers: 1 for a real token, 0 for padding")
     return Ranks.of(mask)

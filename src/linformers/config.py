@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import itertools
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+
+from .checks import check_choice, check_positive, check_probability, check_size, is_number, nearest_name
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
@@ -26,6 +27,29 @@ NO_CAUSAL = (
 
 # Names close to a field of ours that transformers itself puts into configs.
 FOREIGN_NAMES = ("sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id")
+
+# What other Linformers and Transformers call a field of ours.
+OTHER_NAMES = {
+    "k": "projected_length",
+    "dim_k": "projected_length",
+    "n": "max_position_embeddings",
+    "max_length": "max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
+    "seq_len": "max_position_embeddings",
+    "dim": "hidden_size",
+    "d_model": "hidden_size",
+    "dim_ff": "intermediate_size",
+    "heads": "num_attention_heads",
+    "nhead": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "depth": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "dropout": "hidden_dropout_prob",
+    "activation": "hidden_act",
+    "parameter_sharing": "sharing",
+    "share_kv": "sharing",
+    "causal": "is_causal",
+}
 
 
 class LinformerConfig(PreTrainedConfig):
@@ -82,8 +106,8 @@ class LinformerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
-        self.max_position_embeddings = _plain(self.max_position_embeddings)
-        self.projected_length = _plain(self.projected_length)
+        self.max_position_embeddings = plain(self.max_position_embeddings)
+        self.projected_length = plain(self.projected_length)
         super().__post_init__(**kwargs)
         self.check()
         if self.projection_scale is None and self.projection == "linear":
@@ -104,6 +128,11 @@ class LinformerConfig(PreTrainedConfig):
     def largest_projected_length(self) -> int:
         return max(k for heads in self.projected_lengths for k in heads)
 
+    def possible_length(self, length: int) -> int:
+        """The shortest n of at least `length` tokens that goes with the k of this config."""
+        unit = math.lcm(*itertools.chain(*self.projected_lengths)) if self.projection in WINDOWED else 1
+        return -(-length // unit) * unit
+
     def check(self) -> None:
         """Raise a `ValueError` that names the first field, or pair of fields, that cannot be."""
         sizes = (
@@ -117,10 +146,20 @@ class LinformerConfig(PreTrainedConfig):
         )
         for name in sizes:
             check_size(name, getattr(self, name))
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             check_probability(name, getattr(self, name))
+        if self.classifier_dropout is not None:
+            check_probability("classifier_dropout", self.classifier_dropout)
+        for name in ("norm_first", "sparse_prediction", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        check_positive("layer_norm_eps", self.layer_norm_eps)
+        check_positive("initializer_range", self.initializer_range)
+        chunk_size = self.chunk_size_feed_forward
+        if not is_number(chunk_size, int) or chunk_size < 0:
+            raise ValueError(f"chunk_size_feed_forward={chunk_size!r} must be 0, or the tokens in a chunk")
         pad = self.pad_token_id
-        if pad is not None and not (isinstance(pad, int) and 0 <= pad < self.vocab_size):
+        if pad is not None and not (is_number(pad, int) and 0 <= pad < self.vocab_size):
             raise ValueError(f"pad_token_id={pad!r} must be None or one of the {self.vocab_size} tokens, from 0 on")
         check_choice("hidden_act", self.hidden_act, ACT2FN)
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
@@ -169,38 +208,19 @@ class LinformerConfig(PreTrainedConfig):
         for name in unknown:
             if hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_NAMES:
                 continue
-            if nearest := difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
-                raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {nearest[0]!r}?")
+            meant = OTHER_NAMES.get(name) or nearest_name(name, fields, cutoff=0.8)
+            if meant:
+                raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {meant!r}?")
 
 
 def default_scale(k: int, n: int) -> float:
     """The rate of E, relative to the common one, at which short training worked: 0.03 at n = 512, k = 128."""
-    return 0.12 * (k / n)
-
-
-def check_size(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive integer")
-
-
-def check_probability(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
-        raise ValueError(f"{name}={value!r} must be a probability: at least 0 and below 1")
+    return 0.12 * k / n
 
 
 def check_scale(scale: Any) -> None:
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (number and 0 < scale < math.inf):
-        raise ValueError(f"projection_scale={scale!r} must be a positive number, or None for 0.12·k/n")
-
-
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    choices = list(choices)
-    if value in choices:
-        return
-    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{hint}")
+    if scale is not None:
+        check_positive("projection_scale", scale, otherwise=", or None for 0.12·k/n")
 
 
 def check_heads(hidden_size: int, num_heads: int, name: str) -> None:
@@ -212,7 +232,7 @@ def check_projected_lengths(
     lengths: Sequence[Sequence[int]], max_length: int, *, projection: str, sharing: str, length_name: str
 ) -> None:
     """Check k of each layer and head against n and against the k of those that share its projection."""
-    for k in {k for layer in lengths for k in layer}:
+    for k in itertools.chain.from_iterable(lengths):
         check_size("projected_length", k)
         if k > max_length:
             raise ValueError(f"projected_length={k} exceeds {length_name}={max_length}; k can be at most n")
@@ -238,8 +258,8 @@ def check_projected_lengths(
                 )
 
 
-def _plain(value: Any) -> Any:
-    """Lists for tuples and integers for numpy's: what JSON knows."""
+def plain(value: Any) -> Any:
+    """Lists for tuples and arrays, Python's numbers for numpy's: what JSON knows."""
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+        return [plain(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .config import LinformerConfig
+from .checks import nearest_name
+from .config import NO_CAUSAL, LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
 from .heads import (
     LinformerForMaskedLM,
@@ -47,6 +48,8 @@ SAME_FIELDS = (
     "problem_type",
 )
 
+PROJECTION_FIELDS = ("projected_length", "sharing", "projection_init", "projection_scale")
+
 # Parts of RoBERTa's parameter names and ours, replaced in this order.
 NAMES = (
     ("roberta.", "linformer."),
@@ -65,13 +68,30 @@ NAMES = (
 )
 
 
+# Fields that may differ from RoBERTa's: they change neither a weight's shape nor what it means.
+FREE_FIELDS = (
+    "max_position_embeddings",
+    "projection",
+    *PROJECTION_FIELDS,
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "sparse_prediction",
+    "problem_type",
+    "attn_implementation",
+)
+
+
 @torch.no_grad()
 def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrainedModel:
     """Copy a RoBERTa model into the Linformer class with the same head.
 
-    By default the result is the Transformer twin (`projection="identity"`) and computes what RoBERTa computes. Any
-    field of `LinformerConfig` can be given instead, such as `projection="linear", projected_length=256`: the weights
-    are then RoBERTa's, and E is new.
+    By default the result is the Transformer twin (`projection="identity"`) and computes what RoBERTa computes,
+    wherever the mask is `input_ids != pad_token_id`: RoBERTa takes positions from that, even where it is given
+    another mask or none. RoBERTa's pooler, which only its pretraining would use, has no counterpart.
+
+    With `projection="linear", projected_length=256` the weights are RoBERTa's and E is new. With another
+    `max_position_embeddings` the positions are cut off or interpolated, as `resize_length` does.
 
     Args:
         roberta: a `RobertaModel`, or one for masked words, sequences, tokens or questions.
@@ -80,19 +100,56 @@ def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrained
     name = type(roberta).__name__
     if name not in CLASSES:
         raise ValueError(f"from_roberta takes one of {', '.join(CLASSES)}, not {name}")
-    # RoBERTa counts positions from pad_token_id + 1 and never uses the rows before.
-    unused = roberta.config.pad_token_id + 1
-    fields = {field: getattr(roberta.config, field) for field in SAME_FIELDS}
-    fields |= {"max_position_embeddings": roberta.config.max_position_embeddings - unused, "projection": "identity"}
-    model = CLASSES[name](LinformerConfig(**{**fields, **config}))
+    fields = _fields_of(roberta.config)
+    _check_changes(fields, config)
+    twin = _load(CLASSES[name](LinformerConfig(**fields)), _weights_of(roberta))
+    if "max_position_embeddings" in config:
+        twin.resize_length(config["max_position_embeddings"])
+    model = _load(CLASSES[name](LinformerConfig(**{**fields, **config})), twin.state_dict())
+    return model.to(roberta.device, roberta.dtype).train(roberta.training)
 
+
+def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of the twin of a RoBERTa model with this config."""
+    for name in ("is_decoder", "add_cross_attention"):
+        if getattr(config, name, False):
+            raise ValueError(f"the RoBERTa model has {name}=True: {NO_CAUSAL}")
+    if config.pad_token_id is None:
+        raise ValueError("the RoBERTa model has pad_token_id=None, after which its positions are counted")
+    fields = {field: getattr(config, field) for field in SAME_FIELDS}
+    return {**fields, "max_position_embeddings": _num_positions(config), "projection": "identity"}
+
+
+def _check_changes(fields: dict[str, Any], changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        if name in PROJECTION_FIELDS and changes.get("projection", "identity") == "identity":
+            raise ValueError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' too")
+        if name in FREE_FIELDS:
+            continue
+        if not hasattr(LinformerConfig, name):
+            nearest = nearest_name(name, FREE_FIELDS, cutoff=0.8)
+            hint = f"; did you mean {nearest!r}?" if nearest else ""
+            raise ValueError(f"{name}={value!r} is not a field of LinformerConfig{hint}")
+        theirs = fields.get(name, getattr(LinformerConfig, name))
+        if theirs != value:
+            raise ValueError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {theirs!r}")
+
+
+def _num_positions(config: PreTrainedConfig) -> int:
+    """RoBERTa counts positions from pad_token_id + 1 and never uses the rows before."""
+    return config.max_position_embeddings - config.pad_token_id - 1
+
+
+def _weights_of(roberta: PreTrainedModel) -> dict[str, Tensor]:
+    """RoBERTa's weights under our names."""
     weights = {}
     for key, weight in roberta.state_dict().items():
         if key == "lm_head.bias" or "pooler." in key or key.endswith("_ids"):
             continue  # the decoder's bias under a second name; parts that a Linformer does not have
-        weights[_renamed(key)] = weight[unused:] if "position_embeddings" in key else weight
-    _load(model, weights)
-    return model.to(roberta.device, roberta.dtype).train(roberta.training)
+        if "position_embeddings" in key:
+            weight = weight[-_num_positions(roberta.config) :]
+        weights[_renamed(key)] = weight
+    return weights
 
 
 def _renamed(key: str) -> str:
@@ -101,7 +158,8 @@ def _renamed(key: str) -> str:
     return key
 
 
-def _load(model: LinformerPreTrainedModel, weights: dict[str, Tensor]) -> None:
+def _load(model: LinformerPreTrainedModel, weights: dict[str, Tensor]) -> LinformerPreTrainedModel:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     lost = unexpected + [key for key in missing if "projections." not in key]
     assert not lost, f"not converted: {lost}"
+    return model

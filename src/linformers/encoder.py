@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -19,7 +18,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ProjectedAttention, check_length, group_heads, ranks_of
+from .attention import ProjectedAttention, group_heads, ranks_of
+from .checks import check_integers, check_shape, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
 from .projections import ConvProjection, LinearProjection, Projections, SequenceMap, Weights, sequence_map
@@ -67,13 +67,15 @@ class LinformerEmbeddings(nn.Module):
         inputs_embeds: Tensor | None,
         ranks: Ranks | None,
     ) -> Tensor:
-        words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (b, n, d)
+        words = inputs_embeds if input_ids is None else look_up("input_ids", self.word_embeddings, input_ids)
+        assert words is not None  # (b, n, d)
         positions = torch.arange(words.shape[1], device=words.device)
         if ranks is not None and ranks.places is not None:
             positions = ranks.places
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(positions)
-        embeddings = words + self.token_type_embeddings(token_type_ids) + self.position_embeddings(positions)
+        types = look_up("token_type_ids", self.token_type_embeddings, token_type_ids)
+        embeddings = words + types + self.position_embeddings(positions)
         if ranks is not None:
             embeddings = zero_padding(embeddings, ranks.mask)
         return self.dropout(self.norm(embeddings))
@@ -151,6 +153,11 @@ class LinformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs: ClassVar = {"hidden_states": LinformerLayer, "attentions": ProjectedAttention}
 
     def __init__(self, config: LinformerConfig, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(config, LinformerConfig):
+            raise TypeError(
+                f"{type(self).__name__} takes a LinformerConfig, not {type(config).__name__}; "
+                "linformers.convert.from_roberta makes a Linformer from a RoBERTa model"
+            )
         config.check()  # its fields may have been assigned to since it was made
         super().__init__(config, *args, **kwargs)
 
@@ -164,23 +171,17 @@ class LinformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as transformers does; see `PreTrainedModel.from_pretrained`."""
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except RuntimeError as error:
-            where = {k: v for k, v in kwargs.items() if k in ("cache_dir", "revision", "subfolder", "token")}
-            saved = LinformerConfig.from_pretrained(pretrained_model_name_or_path, **where)
-            asked = copy.copy(kwargs.get("config") or saved)
-            lengths = ("max_position_embeddings", "projected_length")
-            for name in lengths:
-                setattr(asked, name, kwargs.get(name, getattr(asked, name)))
-            if all(getattr(saved, name) == getattr(asked, name) for name in lengths):
-                raise
-            raise ValueError(
-                f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.projected_length}, but "
-                f"n={asked.max_position_embeddings}, k={asked.projected_length} was asked for; load it as it is, then "
-                f"call model.resize_length({asked.max_position_embeddings}, {asked.projected_length})"
-            ) from error
+        """Load a model as transformers does; see `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: the checkpoint's E is for another n or k than was asked for, or means something else.
+        """
+        if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
+            where = {name: value for name, value in kwargs.items() if name in WHERE_TO_LOAD_FROM}
+            with contextlib.suppress(OSError):  # an adapter, or nothing at all, of which transformers knows more
+                saved = LinformerConfig.from_pretrained(pretrained_model_name_or_path, **where)
+                refuse_other_projection(saved, asked_config(saved, kwargs, where))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @torch.no_grad()
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
@@ -270,7 +271,7 @@ class LinformerModel(LinformerPreTrainedModel):
             **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `num_items_in_batch`.
         """
         check_arguments(kwargs)
-        tokens = check_inputs(input_ids, inputs_embeds, self.config)
+        tokens = check_inputs(input_ids, inputs_embeds, token_type_ids, self.config)
         ranks = ranks_of("attention_mask", attention_mask, tokens)
 
         def asked_for(name: str) -> bool:
@@ -302,36 +303,61 @@ class LinformerModel(LinformerPreTrainedModel):
 # The keyword arguments of transformers that mean something to an encoder.
 KNOWN_ARGUMENTS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch")
 
+# Those that a Linformer cannot follow, and why.
+REFUSED_ARGUMENTS = {
+    "is_causal": NO_CAUSAL,
+    "position_ids": "a token's position is its rank in attention_mask",
+    "encoder_hidden_states": "the model is an encoder; the layer LinformerAttention takes a context",
+}
+
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse a keyword argument that would have no effect."""
-    if kwargs.pop("is_causal", False):
-        raise ValueError(f"is_causal=True is not possible: {NO_CAUSAL}")
-    if kwargs.pop("position_ids", None) is not None:
-        raise ValueError("position_ids cannot be chosen: a token's position is its rank in attention_mask")
-    for name in kwargs:
-        if name not in KNOWN_ARGUMENTS:
-            nearest = difflib.get_close_matches(
-                name, ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS), n=1
-            )
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    """Refuse a keyword argument that would have no effect, unless it asks for nothing (`None` or `False`)."""
+    for name, value in list(kwargs.items()):
+        if name in KNOWN_ARGUMENTS:
+            continue
+        if value is None or value is False:
+            del kwargs[name]
+        elif name in REFUSED_ARGUMENTS:
+            raise ValueError(f"{name} is not possible: {REFUSED_ARGUMENTS[name]}")
+        else:
+            names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
+            nearest = nearest_name(name, names)
+            hint = f"; did you mean {nearest!r}?" if nearest else ""
             raise TypeError(f"a Linformer takes no argument {name!r}{hint}")
 
 
-def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: LinformerConfig) -> Tensor:
-    """The one of the two that was given, once it has been checked."""
+def check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, token_type_ids: Tensor | None, config: LinformerConfig
+) -> Tensor:
+    """The one of `input_ids` and `inputs_embeds` that was given, once all have been checked."""
     if input_ids is not None and inputs_embeds is None:
-        name, tokens, expected = "input_ids", input_ids, "(batch, length)"
-        fits = tokens.dim() == 2
+        name, tokens = "input_ids", input_ids
+        check_shape(name, tokens, ("batch", "length"))
+        check_integers(name, tokens)
     elif inputs_embeds is not None and input_ids is None:
-        name, tokens, expected = "inputs_embeds", inputs_embeds, f"(batch, length, {config.hidden_size})"
-        fits = tokens.dim() == 3 and tokens.shape[2] == config.hidden_size
+        name, tokens = "inputs_embeds", inputs_embeds
+        check_shape(name, tokens, ("batch", "length", config.hidden_size))
     else:
         raise ValueError("pass exactly one of input_ids and inputs_embeds")
-    if not fits:
-        raise ValueError(f"{name} has shape {tuple(tokens.shape)}, expected {expected}")
-    check_length(name, tokens.shape[1], config.max_position_embeddings, "call model.resize_length({length})")
+    if token_type_ids is not None:
+        check_shape("token_type_ids", token_type_ids, tokens.shape[:2])
+        check_integers("token_type_ids", token_type_ids)
+    if tokens.shape[1] > config.max_position_embeddings:
+        longer = config.possible_length(tokens.shape[1])
+        refuse_length(name, tokens.shape[1], config.max_position_embeddings, f"call model.resize_length({longer})")
     return tokens
+
+
+def look_up(name: str, embedding: nn.Module, numbers: Tensor) -> Tensor:
+    """`embedding(numbers)`; a number that it does not have is named, where the device tells of it at all."""
+    try:
+        return embedding(numbers)
+    except IndexError:
+        lowest, highest = numbers.min().item(), numbers.max().item()
+        raise ValueError(
+            f"{name} has numbers from {lowest} to {highest}, but there are only {embedding.num_embeddings}, from 0 on"
+        ) from None
 
 
 def build_map(config: LinformerConfig) -> SequenceMap:
@@ -348,6 +374,44 @@ def build_projections(config: LinformerConfig) -> Projections:
         init=config.projection_init,
         scale=config.projection_scale,
     )
+
+
+# Arguments of `from_pretrained` that say where a checkpoint lies.
+WHERE_TO_LOAD_FROM = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+def asked_config(saved: LinformerConfig, kwargs: dict[str, Any], where: dict[str, Any]) -> LinformerConfig:
+    """The config that `from_pretrained(**kwargs)` asks for."""
+    asked = kwargs.get("config") or saved
+    if not isinstance(asked, LinformerConfig):
+        asked = LinformerConfig.from_pretrained(asked, **where)
+    names = ("max_position_embeddings", "projected_length", "projection", "projection_init", "projection_scale")
+    return LinformerConfig(**{**asked.to_dict(), **{name: kwargs[name] for name in names if name in kwargs}})
+
+
+def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> None:
+    """Refuse a config under which the weights of a checkpoint do not fit, or would mean something else."""
+    n, k = asked.max_position_embeddings, asked.projected_length
+    if saved.max_position_embeddings != n or (
+        saved.projection == asked.projection and saved.projected_lengths != asked.projected_lengths
+    ):
+        raise ValueError(
+            f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.projected_length}, but n={n}, k={k} "
+            f"was asked for; load it as it is, then call model.resize_length({n}, {k})"
+        )
+    if saved.projection == asked.projection == "linear":
+        for name in ("projection_init", "projection_scale"):
+            theirs, ours = getattr(saved, name), getattr(asked, name)
+            if theirs != ours:
+                raise ValueError(f"the checkpoint was made with {name}={theirs!r}: under {ours!r} its E means another")
 
 
 def refuse_other_length(model: LinformerModel, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from .checks import check_shape
 from .config import LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
 
@@ -78,6 +79,8 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         """
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         hidden_states = outputs.last_hidden_state
+        if labels is not None:
+            check_shape("labels", labels, hidden_states.shape[:2])
         if labels is not None and self.config.sparse_prediction:
             labelled = labels != IGNORED
             hidden_states, labels = hidden_states[labelled], labels[labelled]
@@ -169,6 +172,7 @@ class LinformerForTokenClassification(LinformerPreTrainedModel):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
+            check_shape("labels", labels, logits.shape[:2])
             loss = self.loss_function(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -1,0 +1,68 @@
+"""Checks of arguments: what is wrong is named with its value, and with what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def is_number(value: Any, kind: Any = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_size(name: str, value: Any) -> None:
+    if not is_number(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def check_positive(name: str, value: Any, otherwise: str = "") -> None:
+    if not (is_number(value) and 0 < value < math.inf):
+        raise ValueError(f"{name}={value!r} must be a positive number{otherwise}")
+
+
+def check_probability(name: str, value: Any) -> None:
+    if not (is_number(value) and 0 <= value < 1):
+        raise ValueError(f"{name}={value!r} must be a probability: at least 0 and below 1")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if value in choices:
+        return
+    nearest = nearest_name(value, choices, cutoff=0.5) if isinstance(value, str) else None
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{hint}")
+
+
+def nearest_name(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that `name` was probably meant to be, whatever its case, hyphens and underscores."""
+    plain = {choice.lower().replace("_", "-"): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower().replace("_", "-"), plain, n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def check_shape(name: str, tensor: Any, expected: Sequence[int | str]) -> None:
+    """Refuse what is no tensor, or not of the shape `expected`, in which a word stands for any number."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is of type {type(tensor).__name__}, expected a tensor")
+    sizes = zip(tensor.shape, expected, strict=False)
+    if tensor.dim() != len(expected) or any(not isinstance(size, str) and size != own for own, size in sizes):
+        shape = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({shape})")
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} has type {tensor.dtype}, expected torch.int64 or torch.int32")
+
+
+def refuse_length(name: str, length: int, max_length: int, way_out: str) -> NoReturn:
+    # Called once a check has failed: a number that goes into text before costs a compiled graph for each length.
+    raise ValueError(
+        f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or {way_out}"
+    )
