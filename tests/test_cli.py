@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ def test_help_lists_the_commands():
     assert "bench" in result.output
 
 
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.output.split() == ["linformers", version("linformers")]
+
+
 def test_demo(small, tmp_path, capsys):
     result = CliRunner().invoke(app, ["demo", "--steps", "3", "--out", str(tmp_path)], catch_exceptions=False)
     assert result.exit_code == 0
@@ -54,11 +60,14 @@ def test_bench(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--lengths", "64,x"], "lengths='64,x' must be whole numbers separated by commas"),
+        (["bench", "--lengths", "64,x"], "lengths='64,x' must be positive whole numbers separated by commas"),
         (["bench", "--lengths", "512", "--tokens", "256"], "lengths=512 exceeds tokens=256"),
         (["bench", "--layers", "0"], "layers=0 must be a positive integer"),
         (["bench", "--hidden", "100"], "hidden=100 must be a multiple of 64"),
+        (["bench", "--lengths", "-5"], "lengths='-5' must be positive whole numbers"),
+        (["bench", "--out", __file__], "File exists"),
         (["demo", "--steps", "0"], "steps=0 must be at least 1"),
+        (["demo", "--out", __file__], "File exists"),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from . import __version__
+
 app = typer.Typer(
     help="Linformer: self-attention with linear complexity.",
     no_args_is_help=True,
@@ -20,8 +22,16 @@ console = Console()
 Out = Annotated[Path, typer.Option(help="Folder for what the command writes.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"linformers {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def options() -> None:
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
     """Linformer: self-attention with linear complexity."""
 
 
@@ -62,15 +72,18 @@ def bench(
 
 def _numbers(name: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be whole numbers separated by commas, such as 512,1024") from None
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as 512,1024")
+    return numbers
 
 
 def main() -> None:
     """Run the command line; what a user got wrong ends in one sentence."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False)
         sys.exit(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sysconfig
 import tempfile
 import time
@@ -60,13 +61,14 @@ def run(steps: int, out: Path, console: Console) -> None:
     console.print("\n[bold]2. Masked bytes of Python's standard library[/bold], the two differ in `projection` alone")
     text = standard_library()
     results = {name: train(name, text, steps, console) for name in ("Transformer", "Linformer")}
-    console.print(training_table(results, len(text)))
+    console.print(training_table(results, text))
+    console.print(f"Without any context, from the frequency of each byte alone: {frequency_loss(text):.2f} nats")
 
     figure = out / "demo.png"
-    losses = {name: result.losses for name, result in results.items()}
+    losses = {name: smooth(result.losses) for name, result in results.items()}
     plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), figure, losses)
     console.print(f"\nThe figure: [bold]{figure}[/bold]")
-    console.print(f"Next: train longer with [bold]linformers demo --steps {10 * steps}[/bold], or read the README.")
+    console.print(f"Next: train longer with [bold]make demo ARGS='--steps {10 * steps}'[/bold], or read the README.")
 
 
 def measure_lengths(console: Console) -> list[Cell]:
@@ -82,9 +84,10 @@ def measure_lengths(console: Console) -> list[Cell]:
 def length_table(cells: list[Cell]) -> Table:
     """Time and memory at each n; each model's own measurements follow one another in `cells`."""
     table = Table("n", "unfused", "fused", "Linformer", "faster", "smaller")
-    table.caption = f"Transformer (two ways) and Linformer k={PROJECTED}: faster than fused, smaller than unfused"
+    table.title = "Transformer, unfused and fused, and Linformer: ms · MiB"
+    table.caption = f"k={PROJECTED}; faster than the fused one, smaller than the unfused"
     for unfused, fused, linformer in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
-        costs = (f"{milliseconds(c):.0f} ms · {mebibytes(c):.0f} MiB" for c in (unfused, fused, linformer))
+        costs = (f"{milliseconds(c):.0f} · {mebibytes(c):.0f}" for c in (unfused, fused, linformer))
         faster, smaller = fused.seconds / linformer.seconds, unfused.peak_bytes / linformer.peak_bytes
         table.add_row(str(fused.n), *costs, f"{faster:.1f}×", f"{smaller:.1f}×")
     return table
@@ -147,7 +150,7 @@ def one_step(model: LinformerForMaskedLM, rows: MaskedBytes) -> None:
     model.zero_grad()
 
 
-def training_table(results: dict[str, Run], size: int) -> Table:
+def training_table(results: dict[str, Run], text: np.ndarray) -> Table:
     table = Table("", "first loss", "last", "held out", "perplexity", "a step", "memory")
     for name, result in results.items():
         last = [loss for _, loss in result.losses[-10:]]
@@ -160,8 +163,21 @@ def training_table(results: dict[str, Run], size: int) -> Table:
             f"{1000 * result.seconds_per_step:.0f} ms",
             f"{result.peak_bytes / 2**20:.0f} MiB",
         )
-    table.caption = f"{size / 1e6:.1f} MB of text, n={TRAIN_LENGTH}, k={TRAIN_PROJECTED}, {BATCH} rows a step"
+    table.caption = f"{len(text) / 1e6:.1f} MB of text, n={TRAIN_LENGTH}, k={TRAIN_PROJECTED}, {BATCH} rows a step"
     return table
+
+
+def frequency_loss(text: np.ndarray) -> float:
+    """The loss of guessing each byte by how frequent it is."""
+    frequencies = np.bincount(text) / len(text)
+    frequencies = frequencies[frequencies > 0]
+    return float(-(frequencies * np.log(frequencies)).sum())
+
+
+def smooth(losses: list[tuple[float, float]], window: int = 20) -> list[tuple[float, float]]:
+    """Each loss as the mean of those up to it, at most `window` of them."""
+    means = [statistics.fmean(loss for _, loss in losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
+    return [(step, mean) for (step, _), mean in zip(losses, means, strict=True)]
 
 
 def standard_library(most: int = 8_000_000) -> np.ndarray:

@@ -46,6 +46,10 @@ def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_xticks([x for x, _ in next(iter(curves.values()))])
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="sequence length n (tokens in a pass fixed)", **labels)
 
 

@@ -12,7 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import plots
-from ..config import check_size
+from ..checks import check_size
 from .efficiency import (
     FUSED,
     UNFUSED,
@@ -47,6 +47,7 @@ def run(
         raise ValueError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if max(lengths) > tokens:
         raise ValueError(f"lengths={max(lengths)} exceeds tokens={tokens}: a pass holds at least one sequence")
+    out.mkdir(parents=True, exist_ok=True)
     device = best_device()
     fields = {
         "num_hidden_layers": layers,
@@ -67,7 +68,6 @@ def run(
         mixed = list(track(measured, "smaller k", total=4, console=console))
         console.print(saving_table(mixed, n))
 
-    out.mkdir(parents=True, exist_ok=True)
     record = {"command": command, "commit": commit(), **environment(), **fields, "tokens": tokens}
     record |= {"lengths": as_records(cells), "projected_lengths": as_records(mixed)}
     (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
