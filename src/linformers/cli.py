@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-
-from . import __version__
 
 app = typer.Typer(
     help="Linformer: self-attention with linear complexity.",
@@ -24,13 +23,15 @@ Out = Annotated[Path, typer.Option(help="Folder for what the command writes.")]
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        console.print(f"linformers {__version__}", highlight=False)
+        console.print(f"linformers {version('linformers')}", highlight=False)
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
 ) -> None:
     """Linformer: self-attention with linear complexity."""
 
