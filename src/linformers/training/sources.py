@@ -1,0 +1,122 @@
+"""Text and tables as they lie on disk: plain, gz or xz; txt, jsonl, csv and parquet; single files and folders."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
+TEXTS = (".txt", ".md", ".rst", ".py")
+PACKERS = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def kind(path: Path) -> str:
+    """The suffix that says what a file holds, without that of its compression: `.jsonl` for `a.jsonl.gz`."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in PACKERS else path.suffix.lower()
+
+
+def find_files(sources: Sequence[str | Path]) -> list[Path]:
+    """The files named, and in folders all files of a known kind, in the order of their names."""
+    files: list[Path] = []
+    for source in map(Path, sources):
+        if source.is_dir():
+            found = sorted(p for p in source.rglob("*") if p.is_file() and kind(p) in TABLES + TEXTS)
+            if not found:
+                raise ValueError(f"folder {source} has no file of a known kind ({', '.join(TEXTS + TABLES)})")
+            files += found
+        elif not source.exists():
+            raise ValueError(f"source {str(source)!r} does not exist")
+        elif kind(source) not in TABLES + TEXTS:
+            raise ValueError(f"file {source} is of no known kind ({', '.join(TEXTS + TABLES)}, plain, .gz or .xz)")
+        else:
+            files.append(source)
+    return files
+
+
+def open_text(path: Path) -> TextIO:
+    """A file opened for reading as UTF-8, whether it is compressed or not."""
+    opener: Any = PACKERS.get(path.suffix.lower(), open)
+    return opener(path, "rt", encoding="utf-8", errors="replace", newline="")
+
+
+def rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a table, with the columns asked for; a missing column is an error that names those there are."""
+    if kind(path) == ".parquet":
+        yield from _parquet_rows(path, columns)
+        return
+    with open_text(path) as file:
+        lines: Iterator[dict[str, Any]]
+        if kind(path) == ".jsonl":
+            lines = (_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
+        else:
+            csv.field_size_limit(2**31 - 1)
+            lines = csv.DictReader(file, delimiter="\t" if kind(path) == ".tsv" else ",")
+        for row in lines:
+            _check_columns(path, columns, row)
+            yield {name: row[name] for name in columns}
+
+
+def documents(path: Path, text_column: str = "text") -> Iterator[str]:
+    """The texts of a file: a row of a table each, or the whole of a text file, cut at blank lines if it is large."""
+    if kind(path) in TABLES:
+        for row in rows(path, [text_column]):
+            if row[text_column]:
+                yield str(row[text_column])
+        return
+    with open_text(path) as file:
+        yield from _paragraphs(file)
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a table, from its head."""
+    if kind(path) == ".parquet":
+        import pyarrow.parquet
+
+        return list(pyarrow.parquet.read_schema(path).names)
+    with open_text(path) as file:
+        if kind(path) == ".jsonl":
+            return list(_object(path, 1, next(file)))
+        return list(csv.DictReader(file, delimiter="\t" if kind(path) == ".tsv" else ",").fieldnames or [])
+
+
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _check_columns(path, columns, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=256, columns=list(columns)):
+            yield from batch.to_pylist()
+
+
+def _check_columns(path: Path, columns: Sequence[str], present: Any) -> None:
+    for name in columns:
+        if name not in present:
+            raise ValueError(f"{path} has no column {name!r}; its columns are {', '.join(map(repr, present))}")
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}, is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}, line {number}, is no JSON object")
+    return row
+
+
+def _paragraphs(file: TextIO, most: int = 2**20) -> Iterator[str]:
+    """The whole text as one document or, from `most` characters on, pieces that end at a blank line if there is one."""
+    piece = io.StringIO()
+    for line in iter(lambda: file.readline(most), ""):
+        if piece.tell() >= most and (not line.strip() or piece.tell() >= 2 * most):
+            yield piece.getvalue()
+            piece = io.StringIO()
+        piece.write(line)
+    if piece.getvalue().strip():
+        yield piece.getvalue()
