@@ -12,6 +12,8 @@ from linformers import (
     LinformerAttention,
     LinformerConfig,
     LinformerForMaskedLM,
+    LinformerForQuestionAnswering,
+    LinformerForSequenceClassification,
     LinformerForTokenClassification,
     LinformerModel,
 )
@@ -84,7 +86,12 @@ def refused(message, error=ValueError):
         ({"chunk_size_feed_forward": -1}, "chunk_size_feed_forward=-1 must be 0, or the tokens in a chunk"),
         ({"k": 4}, "'k' is not a field of LinformerConfig; did you mean 'projected_length'?"),
         ({"num_heads": 4}, "'num_heads' is not a field of LinformerConfig; did you mean 'num_attention_heads'?"),
-        ({"causal": True}, "'causal' is not a field of LinformerConfig; did you mean 'is_causal'?"),
+        ({"causal": True}, "causal is not possible: a projected key mixes all positions"),
+        ({"num_layer": 4}, "'num_layer' is not a field of LinformerConfig; did you mean 'num_hidden_layers'?"),
+        ({"projection_type": "mean"}, "'projection_type' is not a field of LinformerConfig; did you mean 'projection'"),
+        ({"problem_type": "regresion"}, "problem_type='regresion' is not one of 'regression', 'single_label_class"),
+        ({"num_labels": 0}, "num_labels=0 must be a positive integer"),
+        ({"eos_token_id": -5}, "eos_token_id=-5 must be None or one of the 31 tokens, from 0 on"),
         ({"is_decoder": True}, "is_decoder=True is not possible: a projected key mixes all positions"),
         ({"is_causal": True}, "is_causal=True is not possible"),
         (
@@ -240,8 +247,38 @@ def test_inputs_of_the_model():
         model(ids, token_type_ids=ids[0])
     with refused("labels has shape (2, 11), expected (2, 12)"):
         model(ids, labels=ids[:, :11])
+    with refused("labels has type torch.float32, expected torch.int64 or torch.int32"):
+        model(ids, labels=ids.float())
+    with refused("labels has numbers from 1 to 31, but there are only 31, from 0 on, and -100 where nothing"):
+        model(ids, labels=ids.index_fill(1, torch.tensor([3]), 31))
+    assert torch.equal(model(ids, labels=ids.int()).loss, model(ids, labels=ids).loss)
     with refused("labels has shape (2,), expected (2, 12)"):
         LinformerForTokenClassification(modes.config())(ids, labels=ids[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels", "message"),
+    [
+        ({"num_labels": 3}, torch.tensor([0, 3]), "labels has numbers from 0 to 3, but there are only 3, from 0 on"),
+        ({"num_labels": 3}, torch.tensor([0.0, 1.0]), "labels has type torch.float32, expected torch.int64"),
+        ({"num_labels": 3}, torch.tensor([0, 1, 2]), "labels has shape (3,), expected (2,)"),
+        ({"num_labels": 3}, torch.zeros(2, 2), "labels has shape (2, 2), expected (2, 3)"),
+        ({"num_labels": 3}, torch.zeros(2, 3).long(), "labels has shape (2, 3), expected (2, 1)"),
+        ({"num_labels": 1}, torch.zeros(2, 2), "labels has shape (2, 2), expected (2, 1)"),
+    ],
+    ids=str,
+)
+def test_labels_of_texts(fields, labels, message):
+    with refused(message):
+        LinformerForSequenceClassification(modes.config(**fields))(torch.ones(2, 12, dtype=torch.long), labels=labels)
+
+
+def test_labels_of_answers():
+    model, ids = LinformerForQuestionAnswering(modes.config()), torch.ones(2, 12, dtype=torch.long)
+    with refused("end_positions is missing: an answer has a start and an end"):
+        model(ids, start_positions=ids[:, 0])
+    with refused("start_positions has shape (24,), expected (2,)"):
+        model(ids, start_positions=ids, end_positions=ids)
 
 
 def test_arguments_that_ask_for_nothing_are_taken():
@@ -280,10 +317,17 @@ def test_checkpoint_of_another_length(tmp_path):
         LinformerForMaskedLM.from_pretrained(tmp_path, config=modes.config(max_position_embeddings=24))
     with refused("the checkpoint is for n=12, k=4, but n=12, k=6 was asked for"):
         LinformerForMaskedLM.from_pretrained(tmp_path, projected_length=6)
-    with refused("the checkpoint was made with projection_scale=0.04: under 1.0 its E means another"):
+    with refused("the checkpoint was made with projection_scale=0.04: under 1.0 its weights mean another"):
         LinformerForMaskedLM.from_pretrained(tmp_path, projection_scale=1.0)
-    with refused("the checkpoint was made with projection_init='window': under 'gaussian' its E means another"):
+    with refused("the checkpoint was made with projection_init='window': under 'gaussian' its weights mean another"):
         AutoModel.from_pretrained(tmp_path, projection_init="gaussian")
+    with refused("the checkpoint was made with sharing='layerwise': under 'key-value' its weights mean another"):
+        LinformerForMaskedLM.from_pretrained(tmp_path, sharing="key-value")
+    with refused("the checkpoint was made with norm_first=False: under True its weights mean another"):
+        LinformerForMaskedLM.from_pretrained(tmp_path, norm_first=True)
+    RobertaConfig(vocab_size=31, hidden_size=16, num_attention_heads=4).save_pretrained(tmp_path / "roberta")
+    with refused("LinformerModel cannot be loaded from a checkpoint of model type 'roberta'; load it as such, then"):
+        LinformerModel.from_pretrained(tmp_path / "roberta")
     with refused("the checkpoint is for n=12, the model for n=24; load it into a model for n=12, then call"):
         LinformerForMaskedLM(modes.config(max_position_embeddings=24)).load_state_dict(model.state_dict())
 
@@ -343,6 +387,8 @@ def test_converting_another_architecture():
             {"projecton": "linear"},
             "projecton='linear' is not a field of LinformerConfig; did you mean 'projection'?",
         ),
+        ({}, {"num_labels": 3}, "num_labels=3 cannot be chosen: RoBERTa's weights are for 2"),
+        ({}, {"k": 3}, "k=3 is not a field of LinformerConfig; did you mean 'projected_length'?"),
         ({}, {"nonsense": 3}, "nonsense=3 is not a field of LinformerConfig"),
     ],
 )

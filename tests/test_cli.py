@@ -61,13 +61,15 @@ def test_bench(tmp_path):
     ("arguments", "message"),
     [
         (["bench", "--lengths", "64,x"], "lengths='64,x' must be positive whole numbers separated by commas"),
-        (["bench", "--lengths", "512", "--tokens", "256"], "lengths=512 exceeds tokens=256"),
+        (["bench", "--lengths", "512", "--tokens", "256"], "lengths=512 does not divide tokens=256"),
+        (["bench", "--lengths", "[a]"], "lengths='[a]' must be positive whole numbers"),
+        (["bench", "--lengths", "64", "--projected", "64"], "projected=64 leaves nothing to measure"),
         (["bench", "--layers", "0"], "layers=0 must be a positive integer"),
         (["bench", "--hidden", "100"], "hidden=100 must be a multiple of 64"),
         (["bench", "--lengths", "-5"], "lengths='-5' must be positive whole numbers"),
-        (["bench", "--out", __file__], "File exists"),
+        (["bench", "--out", __file__], "is no folder that can be written to: File exists"),
         (["demo", "--steps", "0"], "steps=0 must be at least 1"),
-        (["demo", "--out", __file__], "File exists"),
+        (["demo", "--out", __file__], "is no folder that can be written to: File exists"),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):

@@ -217,6 +217,16 @@ def test_models_and_layers_share_no_storage():
             assert len(modules) == len(set(map(id, modules)))
 
 
+@pytest.mark.parametrize("projection", modes.PROJECTIONS)
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_shapes_without_memory(projection, attn_implementation):
+    """On the meta device, where costs are counted."""
+    with torch.device("meta"):
+        model = LinformerModel(modes.config(projection=projection, attn_implementation=attn_implementation))
+        output = model(torch.zeros(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long))
+    assert output.last_hidden_state.shape == (2, 9, 16)
+
+
 def products(function):
     """The multiplications that `function` spends on matrix products."""
     with FlopCounterMode(display=False) as counter:

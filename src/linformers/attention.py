@@ -238,6 +238,7 @@ class LinformerAttention(ProjectedAttention):
         dropout: float = 0.0,
         attn_implementation: str = "sdpa",
     ) -> None:
+        hidden_size, num_heads, max_length = plain((hidden_size, num_heads, max_length))
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("max_length", max_length)):
             check_size(name, size)
         check_heads(hidden_size, num_heads, "num_heads")

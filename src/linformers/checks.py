@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -59,6 +61,16 @@ def check_shape(name: str, tensor: Any, expected: Sequence[int | str]) -> None:
 def check_integers(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} has type {tensor.dtype}, expected torch.int64 or torch.int32")
+
+
+def make_folder(name: str, folder: Path) -> None:
+    """Make a folder and see that it can be written to, before hours of work find out."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{name}={str(folder)!r} is no folder that can be written to: {error.strerror}") from None
 
 
 def refuse_length(name: str, length: int, max_length: int, way_out: str) -> NoReturn:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     help="Linformer: self-attention with linear complexity.",
@@ -30,7 +31,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Linformer: self-attention with linear complexity."""
@@ -86,5 +87,5 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
         sys.exit(2)

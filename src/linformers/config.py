@@ -48,8 +48,23 @@ OTHER_NAMES = {
     "activation": "hidden_act",
     "parameter_sharing": "sharing",
     "share_kv": "sharing",
-    "causal": "is_causal",
+    "hidden_dim": "hidden_size",
+    "max_len": "max_position_embeddings",
+    "pre_norm": "norm_first",
+    "prenorm": "norm_first",
+    "projection_type": "projection",
 }
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+)
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 class LinformerConfig(PreTrainedConfig):
@@ -106,8 +121,8 @@ class LinformerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
-        self.max_position_embeddings = plain(self.max_position_embeddings)
-        self.projected_length = plain(self.projected_length)
+        for name in (*SIZES, "projected_length"):
+            setattr(self, name, plain(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
         if self.projection_scale is None and self.projection == "linear":
@@ -135,16 +150,7 @@ class LinformerConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise a `ValueError` that names the first field, or pair of fields, that cannot be."""
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "type_vocab_size",
-        )
-        for name in sizes:
+        for name in SIZES:
             check_size(name, getattr(self, name))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             check_probability(name, getattr(self, name))
@@ -158,9 +164,14 @@ class LinformerConfig(PreTrainedConfig):
         chunk_size = self.chunk_size_feed_forward
         if not is_number(chunk_size, int) or chunk_size < 0:
             raise ValueError(f"chunk_size_feed_forward={chunk_size!r} must be 0, or the tokens in a chunk")
-        pad = self.pad_token_id
-        if pad is not None and not (is_number(pad, int) and 0 <= pad < self.vocab_size):
-            raise ValueError(f"pad_token_id={pad!r} must be None or one of the {self.vocab_size} tokens, from 0 on")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            token = getattr(self, name)
+            if token is not None and not (is_number(token, int) and 0 <= token < self.vocab_size):
+                raise ValueError(f"{name}={token!r} must be None or one of the {self.vocab_size} tokens, from 0 on")
+        if self.problem_type is not None:
+            check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
+        if self.num_labels < 1:
+            raise ValueError(f"num_labels={self.num_labels} must be a positive integer")
         check_choice("hidden_act", self.hidden_act, ACT2FN)
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
         for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
@@ -208,7 +219,10 @@ class LinformerConfig(PreTrainedConfig):
         for name in unknown:
             if hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_NAMES:
                 continue
-            meant = OTHER_NAMES.get(name) or nearest_name(name, fields, cutoff=0.8)
+            if name == "causal":
+                raise ValueError(f"causal is not possible: {NO_CAUSAL}")
+            other = nearest_name(name, OTHER_NAMES, cutoff=0.85)
+            meant = OTHER_NAMES[other] if other else nearest_name(name, fields, cutoff=0.8)
             if meant:
                 raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {meant!r}?")
 

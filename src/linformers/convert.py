@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checks import nearest_name
-from .config import NO_CAUSAL, LinformerConfig
+from .config import NO_CAUSAL, OTHER_NAMES, LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
 from .heads import (
     LinformerForMaskedLM,
@@ -101,7 +101,7 @@ def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrained
     if name not in CLASSES:
         raise ValueError(f"from_roberta takes one of {', '.join(CLASSES)}, not {name}")
     fields = _fields_of(roberta.config)
-    _check_changes(fields, config)
+    _check_changes(fields, roberta.config, config)
     twin = _load(CLASSES[name](LinformerConfig(**fields)), _weights_of(roberta))
     if "max_position_embeddings" in config:
         twin.resize_length(config["max_position_embeddings"])
@@ -120,19 +120,19 @@ def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     return {**fields, "max_position_embeddings": _num_positions(config), "projection": "identity"}
 
 
-def _check_changes(fields: dict[str, Any], changes: dict[str, Any]) -> None:
+def _check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         if name in PROJECTION_FIELDS and changes.get("projection", "identity") == "identity":
             raise ValueError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' too")
         if name in FREE_FIELDS:
             continue
         if not hasattr(LinformerConfig, name):
-            nearest = nearest_name(name, FREE_FIELDS, cutoff=0.8)
+            nearest = OTHER_NAMES.get(name) or nearest_name(name, FREE_FIELDS, cutoff=0.8)
             hint = f"; did you mean {nearest!r}?" if nearest else ""
             raise ValueError(f"{name}={value!r} is not a field of LinformerConfig{hint}")
-        theirs = fields.get(name, getattr(LinformerConfig, name))
-        if theirs != value:
-            raise ValueError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {theirs!r}")
+        own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
+        if own != value:
+            raise ValueError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {own!r}")
 
 
 def _num_positions(config: PreTrainedConfig) -> int:

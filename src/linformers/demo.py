@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from . import plots
 from .benchmark.efficiency import Cell, best_device, compare_lengths, curves, mebibytes, milliseconds, peak_memory
+from .checks import make_folder
 from .config import LinformerConfig
 from .heads import LinformerForMaskedLM
 
@@ -53,7 +54,7 @@ def run(steps: int, out: Path, console: Console) -> None:
     """Run the demo and save its figure to `out`."""
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder("out", out)
     console.print("[bold]1. A pass over growing sequences[/bold], the number of tokens the same")
     cells = measure_lengths(console)
     console.print(length_table(cells))

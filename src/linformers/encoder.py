@@ -179,6 +179,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
             where = {name: value for name, value in kwargs.items() if name in WHERE_TO_LOAD_FROM}
             with contextlib.suppress(OSError):  # an adapter, or nothing at all, of which transformers knows more
+                values, _ = LinformerConfig.get_config_dict(pretrained_model_name_or_path, **where)
+                refuse_other_model(cls.__name__, values)
                 saved = LinformerConfig.from_pretrained(pretrained_model_name_or_path, **where)
                 refuse_other_projection(saved, asked_config(saved, kwargs, where))
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -388,12 +390,24 @@ WHERE_TO_LOAD_FROM = (
 )
 
 
+# Fields that decide what the weights of a projection stand for.
+MEANING_OF_WEIGHTS = ("sharing", "projection_init", "projection_scale")
+
+
+def refuse_other_model(name: str, config: dict[str, Any]) -> None:
+    """Refuse the checkpoint of another architecture, of which nothing would fit."""
+    kind = config.get("model_type")
+    if kind not in (None, LinformerConfig.model_type):
+        way_out = "; load it as such, then call linformers.convert.from_roberta" if kind == "roberta" else ""
+        raise ValueError(f"{name} cannot be loaded from a checkpoint of model type {kind!r}{way_out}")
+
+
 def asked_config(saved: LinformerConfig, kwargs: dict[str, Any], where: dict[str, Any]) -> LinformerConfig:
     """The config that `from_pretrained(**kwargs)` asks for."""
     asked = kwargs.get("config") or saved
     if not isinstance(asked, LinformerConfig):
         asked = LinformerConfig.from_pretrained(asked, **where)
-    names = ("max_position_embeddings", "projected_length", "projection", "projection_init", "projection_scale")
+    names = ("max_position_embeddings", "projected_length", "projection", "norm_first", *MEANING_OF_WEIGHTS)
     return LinformerConfig(**{**asked.to_dict(), **{name: kwargs[name] for name in names if name in kwargs}})
 
 
@@ -407,11 +421,11 @@ def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> N
             f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.projected_length}, but n={n}, k={k} "
             f"was asked for; load it as it is, then call model.resize_length({n}, {k})"
         )
-    if saved.projection == asked.projection == "linear":
-        for name in ("projection_init", "projection_scale"):
-            theirs, ours = getattr(saved, name), getattr(asked, name)
-            if theirs != ours:
-                raise ValueError(f"the checkpoint was made with {name}={theirs!r}: under {ours!r} its E means another")
+    names = ("norm_first", *MEANING_OF_WEIGHTS) if saved.projection == asked.projection else ("norm_first",)
+    for name in names:
+        theirs, ours = getattr(saved, name), getattr(asked, name)
+        if theirs != ours:
+            raise ValueError(f"the checkpoint was made with {name}={theirs!r}: under {ours!r} its weights mean another")
 
 
 def refuse_other_length(model: LinformerModel, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from .checks import check_shape
+from .checks import check_integers, check_shape
 from .config import LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
 
@@ -80,14 +81,15 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         hidden_states = outputs.last_hidden_state
         if labels is not None:
-            check_shape("labels", labels, hidden_states.shape[:2])
+            labels = class_numbers("labels", labels, hidden_states.shape[:2])
         if labels is not None and self.config.sparse_prediction:
-            labelled = labels != IGNORED
-            hidden_states, labels = hidden_states[labelled], labels[labelled]
+            labelled = (labels != IGNORED).flatten().nonzero().squeeze(1)
+            hidden_states, labels = hidden_states.flatten(0, 1)[labelled], labels.flatten()[labelled]
         logits = self.head(hidden_states)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+            vocab_size = self.config.vocab_size
+            loss = explain(self.loss_function, labels, vocab_size)(logits, labels, vocab_size=vocab_size, **kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -136,10 +138,27 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         logits = self.classifier(first_real_token(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            labels = self._checked(labels, logits)
+            loss_function = explain(self.loss_function, labels, self.num_labels)
+            loss = loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def _checked(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Class numbers (b,), values (b,) where there is one label, or (b, labels) floats for several at once."""
+        batch, count = logits.shape
+        several = self.config.problem_type == "multi_label_classification"
+        if isinstance(labels, Tensor) and labels.dim() == 2 and count > 1 and (several or labels.is_floating_point()):
+            check_shape("labels", labels, (batch, count))
+            return labels.to(logits.dtype)
+        if isinstance(labels, Tensor) and labels.dim() == 2:
+            check_shape("labels", labels, (batch, 1))
+            labels = labels.squeeze(1)
+        if count == 1 or self.config.problem_type == "regression":
+            check_shape("labels", labels, (batch,))
+            return labels
+        return class_numbers("labels", labels, (batch,))
 
 
 class LinformerForTokenClassification(LinformerPreTrainedModel):
@@ -172,8 +191,8 @@ class LinformerForTokenClassification(LinformerPreTrainedModel):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            check_shape("labels", labels, logits.shape[:2])
-            loss = self.loss_function(logits, labels, self.config, **kwargs)
+            labels = class_numbers("labels", labels, logits.shape[:2])
+            loss = explain(self.loss_function, labels, self.num_labels)(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -208,7 +227,13 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         start_logits, end_logits = self.classifier(outputs.last_hidden_state).unbind(-1)
         loss = None
+        if (start_positions is None) != (end_positions is None):
+            missing = "start_positions" if start_positions is None else "end_positions"
+            raise ValueError(f"{missing} is missing: an answer has a start and an end")
         if start_positions is not None and end_positions is not None:
+            batch = start_logits.shape[:1]
+            start_positions = class_numbers("start_positions", start_positions.flatten(), batch)
+            end_positions = class_numbers("end_positions", end_positions.flatten(), batch)
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(
             loss=loss,
@@ -217,6 +242,29 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def class_numbers(name: str, labels: Tensor, expected: Sequence[int]) -> Tensor:
+    """Labels as torch's losses want them, once they have been checked."""
+    check_shape(name, labels, expected)
+    check_integers(name, labels)
+    return labels.long()
+
+
+def explain(loss_function: Callable[..., Tensor], labels: Tensor, count: int) -> Callable[..., Tensor]:
+    """`loss_function`, but a label that there is not is named, where the device tells of it at all."""
+
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return loss_function(*args, **kwargs)
+        except IndexError:
+            real = labels[labels != IGNORED]
+            raise ValueError(
+                f"labels has numbers from {real.min().item()} to {real.max().item()}, but there are only {count}, "
+                f"from 0 on, and {IGNORED} where nothing is to be predicted"
+            ) from None
+
+    return loss
 
 
 def classifier_dropout(config: LinformerConfig) -> nn.Dropout:

@@ -12,7 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import plots
-from ..checks import check_size
+from ..checks import check_size, make_folder
 from .efficiency import (
     FUSED,
     UNFUSED,
@@ -45,9 +45,12 @@ def run(
         check_size(name, size)
     if hidden % 64:
         raise ValueError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
-    if max(lengths) > tokens:
-        raise ValueError(f"lengths={max(lengths)} exceeds tokens={tokens}: a pass holds at least one sequence")
-    out.mkdir(parents=True, exist_ok=True)
+    for n in lengths:
+        if tokens % n:
+            raise ValueError(f"lengths={n} does not divide tokens={tokens}: each pass holds whole sequences")
+    if min(projected) >= max(lengths):
+        raise ValueError(f"projected={min(projected)} leaves nothing to measure: no length exceeds it")
+    make_folder("out", out)
     device = best_device()
     fields = {
         "num_hidden_layers": layers,
@@ -63,7 +66,7 @@ def run(
 
     n, k, smaller = max(lengths), max(projected), min(projected)
     mixed: list[Cell] = []
-    if smaller < k < n:
+    if smaller < k < n and k % smaller == 0:
         measured = compare_projected_lengths(k, smaller, n, tokens=tokens, device=device, **fields)
         mixed = list(track(measured, "smaller k", total=4, console=console))
         console.print(saving_table(mixed, n))

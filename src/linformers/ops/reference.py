@@ -32,7 +32,8 @@ def attend(
     """
     dtype, precise = query.dtype, torch.promote_types(query.dtype, torch.float32)
     # Autocast would round scores to half precision, and unscaled ones can exceed what float16 holds.
-    with torch.autocast(query.device.type, enabled=False):
+    device = query.device.type
+    with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
         query, key, value = (x.to(precise) for x in (query, key, value))
         scores = query @ key.mT * scaling  # (b, h, n, k)
         if mask is not None:

@@ -7,13 +7,17 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 TEXTS = (".txt", ".md", ".rst", ".py")
 PACKERS = {".gz": gzip.open, ".xz": lzma.open}
+
+OnRead = Callable[[int], None]  # hears how many bytes of a file on disk have been read
 
 
 def kind(path: Path) -> str:
@@ -39,18 +43,24 @@ def find_files(sources: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def open_text(path: Path) -> TextIO:
+@contextmanager
+def open_text(path: Path, on_read: OnRead | None = None) -> Iterator[TextIO]:
     """A file opened for reading as UTF-8, whether it is compressed or not."""
-    opener: Any = PACKERS.get(path.suffix.lower(), open)
-    return opener(path, "rt", encoding="utf-8", errors="replace", newline="")
+    unpack: Any = PACKERS.get(path.suffix.lower(), io.BufferedReader)
+    with _Metered(path, on_read) as disk, unpack(io.BufferedReader(disk, 2**16)) as data:
+        try:
+            # A byte order mark, as some editors write it, is no part of the first word (nor of a column's name).
+            yield io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace", newline="")
+        except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, csv.Error) as error:
+            raise ValueError(f"{path} is damaged or not what its name says: {error}") from None
 
 
-def rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(path: Path, columns: Sequence[str], on_read: OnRead | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a table, with the columns asked for; a missing column is an error that names those there are."""
     if kind(path) == ".parquet":
-        yield from _parquet_rows(path, columns)
+        yield from _parquet_rows(path, columns, on_read)
         return
-    with open_text(path) as file:
+    with open_text(path, on_read) as file:
         lines: Iterator[dict[str, Any]]
         if kind(path) == ".jsonl":
             lines = (_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -62,14 +72,15 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield {name: row[name] for name in columns}
 
 
-def documents(path: Path, text_column: str = "text") -> Iterator[str]:
+def documents(path: Path, text_column: str = "text", on_read: OnRead | None = None) -> Iterator[str]:
     """The texts of a file: a row of a table each, or the whole of a text file, cut at blank lines if it is large."""
     if kind(path) in TABLES:
-        for row in rows(path, [text_column]):
-            if row[text_column]:
-                yield str(row[text_column])
+        for row in rows(path, [text_column], on_read):
+            text = row[text_column]
+            if text is not None and str(text).strip():
+                yield str(text)
         return
-    with open_text(path) as file:
+    with open_text(path, on_read) as file:
         yield from _paragraphs(file)
 
 
@@ -81,17 +92,43 @@ def column_names(path: Path) -> list[str]:
         return list(pyarrow.parquet.read_schema(path).names)
     with open_text(path) as file:
         if kind(path) == ".jsonl":
-            return list(_object(path, 1, next(file)))
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    return list(_object(path, number, line))
+            return []
         return list(csv.DictReader(file, delimiter="\t" if kind(path) == ".tsv" else ",").fieldnames or [])
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+class _Metered(io.FileIO):
+    """A file on disk that says how much of it has been read."""
+
+    def __init__(self, path: Path, on_read: OnRead | None):
+        super().__init__(path)
+        self.on_read = on_read
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        if self.on_read:
+            self.on_read(self.tell())
+        return count
+
+
+def _parquet_rows(path: Path, columns: Sequence[str], on_read: OnRead | None) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
+    try:
+        # With a buffer, a column is read as it is needed and not all of a row group at once.
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is damaged or not what its name says: {error}") from None
+    with file:
         _check_columns(path, columns, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=256, columns=list(columns)):
+        done = 0
+        for batch in file.iter_batches(batch_size=16, columns=list(columns)):
             yield from batch.to_pylist()
+            done += batch.num_rows
+            if on_read:
+                on_read(path.stat().st_size * done // file.metadata.num_rows)
 
 
 def _check_columns(path: Path, columns: Sequence[str], present: Any) -> None:
