@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,47 @@ def options(
 
 
 @app.command()
+def prepare(
+    sources: Annotated[list[str], typer.Argument(help="Files or folders of text, jsonl, csv, parquet; or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tokens.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary that is trained.")] = 16384,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name of one to take instead.")] = None,
+    validation: Annotated[list[str] | None, typer.Option(help="Files or folders held out for validation.")] = None,
+    validation_share: Annotated[float, typer.Option(help="Or the share of documents held out.")] = 0.005,
+    text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
+    tokenizer_documents: Annotated[int, typer.Option(help="Documents that the vocabulary is trained on.")] = 12000,
+    workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
+) -> None:
+    """Turn raw text into a vocabulary and shards of tokens, for pretraining."""
+    from .training import corpus
+
+    corpus.prepare(
+        sources,
+        out,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        validation=validation or (),
+        validation_share=validation_share,
+        text_column=text_column,
+        tokenizer_documents=tokenizer_documents,
+        workers=workers,
+        console=console,
+    )
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/small/n512-k128-layerwise.yaml.")],
+    changes: Annotated[list[str] | None, typer.Argument(help="Changes: steps=100 model.projection=identity …")] = None,
+) -> None:
+    """Pretrain a model by masked-language modelling; run again, it goes on from its newest checkpoint."""
+    from .training import pretrain
+    from .training.recipe import read
+
+    sys.exit(pretrain.run(read(recipe, changes or []), console, _command()))
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 450,
     out: Out = Path("runs/demo"),
@@ -67,9 +109,13 @@ def bench(
         layers=layers,
         hidden=hidden,
         out=out,
-        command=" ".join(["linformers", *sys.argv[1:]]),
+        command=_command(),
         console=console,
     )
+
+
+def _command() -> str:
+    return shlex.join(["linformers", *sys.argv[1:]])
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -86,6 +132,6 @@ def main() -> None:
     """Run the command line; what a user got wrong ends in one sentence."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ArithmeticError) as error:
         Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
         sys.exit(2)

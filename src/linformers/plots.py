@@ -42,6 +42,20 @@ def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, losses: Curv
         plt.close(figure)
 
 
+def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Loss and validation perplexity against the step, for each of several runs' records."""
+    with plt.rc_context(LOOK):
+        figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
+        for place, key in zip(axes, ("loss", "perplexity"), strict=True):
+            points = {name: [(r["step"], r[key]) for r in records if key in r] for name, records in runs.items()}
+            _draw(place, {name: own for name, own in points.items() if own}, marker="o" if key == "perplexity" else "")
+        axes[0].set(title="Training", xlabel="step", ylabel="loss (nats)")
+        axes[1].set(title="Validation", xlabel="step", ylabel="perplexity", yscale="log")
+        axes[1].yaxis.set_major_formatter("{x:g}")
+        figure.savefig(path)
+        plt.close(figure)
+
+
 def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)

@@ -47,7 +47,7 @@ def find_files(sources: Sequence[str | Path]) -> list[Path]:
 def open_text(path: Path, on_read: OnRead | None = None) -> Iterator[TextIO]:
     """A file opened for reading as UTF-8, whether it is compressed or not."""
     unpack: Any = PACKERS.get(path.suffix.lower(), io.BufferedReader)
-    with _Metered(path, on_read) as disk, unpack(io.BufferedReader(disk, 2**16)) as data:
+    with io.BufferedReader(_Metered(path, on_read), 2**16) as disk, unpack(disk) as data:
         try:
             # A byte order mark, as some editors write it, is no part of the first word (nor of a column's name).
             yield io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace", newline="")

@@ -1,0 +1,132 @@
+"""Model cards: what a saved model is, what it was made from, how well it does and how to load it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from ..config import LinformerConfig
+from .corpus import Corpus
+from .recipe import Recipe
+
+
+def pretrained(
+    config: LinformerConfig,
+    recipe: Recipe,
+    corpus: Corpus,
+    records: list[dict[str, Any]],
+    command: str,
+    parameters: int,
+) -> str:
+    """The card of a model that `linformers pretrain` made."""
+    last = next(record for record in reversed(records) if "perplexity" in record)
+    speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
+    train, validation = (corpus.manifest["splits"][name] for name in ("train", "validation"))
+    kind = "Transformer (projection: identity)" if config.projection == "identity" else "Linformer"
+    return f"""---
+library_name: transformers
+pipeline_tag: fill-mask
+tags: [linformer]
+---
+
+# A {kind}, n = {config.max_position_embeddings}{_k(config)}
+
+An encoder of {parameters / 1e6:.1f}M parameters, pretrained by masked-language modelling with
+[Linformer](https://arxiv.org/abs/2006.04768) (Wang et al., 2020) in the `linformers` library.
+
+```python
+import linformers  # registers the model with transformers
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+model, tokenizer = AutoModelForMaskedLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+```
+
+## Metrics
+
+| | |
+|---|---|
+| validation perplexity at step {last["step"]:,}, fixed mask | {last["perplexity"]:.2f} |
+| median speed of training | {sorted(speeds)[len(speeds) // 2] if speeds else 0:,.0f} tokens/s |
+
+## Data
+
+{train["documents"]:,} documents, {train["tokens"]:,} tokens ({validation["tokens"]:,} held out for validation),
+from {_few(corpus.manifest["sources"])};
+a byte-level vocabulary of {corpus.vocab_size:,} tokens.
+
+## Recipe
+
+```yaml
+{yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
+```
+
+{made_with(command)}
+"""
+
+
+def finetuned(task: str, source: str, results: dict[str, Any], command: str, note: str | None) -> str:
+    """The card of a model that `linformers finetune` made."""
+    rows = "\n".join(
+        f"| {name} | {mean:.4f} | {deviation:.4f} |"
+        for name, (mean, deviation) in ((name, results[name]) for name in ("accuracy", "f1"))
+    )
+    seeds = len(results["seeds"])
+    return f"""---
+library_name: transformers
+pipeline_tag: text-classification
+tags: [linformer]
+---
+
+# A Linformer fine-tuned on {task}
+
+From `{source}`; of {seeds} seed{"s" if seeds > 1 else ""}, the model that did best on the validation set.
+
+```python
+import linformers  # registers the model with transformers
+from transformers import pipeline
+
+classify = pipeline("text-classification", model=".")
+```
+
+## Metrics
+
+On {results["rows"]:,} rows that no choice was made on:
+
+| | mean over seeds | standard deviation |
+|---|---|---|
+{rows}
+{f"{chr(10)}Note: {note}.{chr(10)}" if note else ""}
+{made_with(command)}
+"""
+
+
+def made_with(command: str) -> str:
+    """Where numbers come from: command, commit, hardware and versions."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return (
+        f"Made by `{command}` at commit {commit() or 'unknown'} on {device}, with Python {platform.python_version()}, "
+        f"torch {torch.__version__} and transformers {transformers.__version__}."
+    )
+
+
+def commit() -> str | None:
+    """The commit that this code is at, where it is a git checkout."""
+    folder = Path(__file__).parent
+    result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + rest
+
+
+def _k(config: LinformerConfig) -> str:
+    return "" if config.projection == "identity" else f", k = {config.projected_length}, {config.sharing} sharing"

@@ -1,0 +1,182 @@
+"""Checkpoints that appear whole or not at all, are checked by hash before use, and hold no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MANIFEST = "manifest.json"
+
+
+def write_whole(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make `folder` with what `fill` writes: a kill at any moment leaves either all of it, under its name, or nothing.
+
+    The files are written beside it, hashed into a manifest and flushed to the disk; one rename puts them in place.
+    """
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        fill(unfinished)
+        files = [path for path in sorted(unfinished.iterdir()) if path.is_file()]
+        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in files}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        for path in (*files, unfinished / MANIFEST, unfinished):
+            _flush(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if folder.exists():  # one that was found damaged
+        shutil.rmtree(folder)
+    unfinished.rename(folder)
+    _flush(folder.parent)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, with expected and actual sizes; `None` if every file is as it was written."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{folder} has no {MANIFEST}"
+    except ValueError:
+        return f"{folder / MANIFEST} is not JSON"
+    for name, expected in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing, expected {expected['bytes']} bytes"
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{path} has {size} bytes, expected {expected['bytes']}"
+        if (actual := file_hash(path)) != expected["sha256"]:
+            sizes = f"{size} bytes as expected, but its hash is {actual[:12]}…"
+            return f"{path} has {sizes}, expected {expected['sha256'][:12]}…"
+    return None
+
+
+def step_of(folder: Path) -> int:
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first."""
+    found = [path for path in run.glob("checkpoint-*") if path.is_dir() and step_of(path) >= 0]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_whole(run: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is as it was written; each newer one that is not is reported."""
+    for folder in checkpoints(run):
+        wrong = damage(folder)
+        if wrong is None:
+            return folder
+        report(f"checkpoint of step {step_of(folder)} is damaged and left out: {wrong}")
+    return None
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what a kill inside a save left behind."""
+    for folder in run.glob(".checkpoint-*.unfinished"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
+    """Delete all but the newest `keep` checkpoints, and the protected one."""
+    for folder in checkpoints(run)[keep:]:
+        if folder != protected:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimiser's tensors by the names of their parameters, and the numbers of its groups.
+
+    Every process of a sharded model must call it, since gathering a tensor takes all of them.
+    """
+    tensors = {
+        f"{name}/{key}": whole(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return tensors, {"groups": groups}
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> None:
+    names = {f"{name}/": parameter for name, parameter in model.named_parameters()}
+    for full_name, value in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        parameter = names[f"{name}/"]
+        optimizer.state[parameter][key] = like(value, parameter)
+    for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
+        group.update(saved)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the CPU of a tensor that may be sharded over processes."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().cpu().clone().contiguous()
+
+
+def like(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value` on the device of a parameter and, where it has its shape, sharded as it is."""
+    value = value.to(parameter.device)
+    if hasattr(parameter, "device_mesh") and value.shape == parameter.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return value
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of every random generator of this process, as tensors of fixed shapes."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert (version, kind) == (3, "MT19937")
+    assert isinstance(keys, np.ndarray)
+    state = {
+        "python": torch.tensor(numbers),
+        "python.gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
+        "numpy.gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_random_state(state: dict[str, Tensor]) -> None:
+    gauss = state["python.gauss"].item()
+    random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy.gauss"].item()))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

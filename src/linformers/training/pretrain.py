@@ -1,0 +1,245 @@
+"""Section 5.1: masked-language-model pretraining, from a corpus and a recipe to a model with its card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed import is_torchelastic_launched
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.trainer_utils import suppress_progress_bars
+
+from .. import plots
+from ..checks import make_folder
+from ..config import LinformerConfig
+from ..encoder import LinformerModel
+from ..heads import LinformerForMaskedLM
+from . import card, checkpointing
+from .corpus import Corpus
+from .monitor import Monitor, read_metrics
+from .recipe import Recipe, differences
+from .rows import MaskedRows, Vocabulary, as_it_is
+from .trainer import ExactTrainer
+
+# The mask of the validation set is the same in every run, so that perplexities can be compared.
+VALIDATION_SEED = 2**40
+
+
+def run(recipe: Recipe, console: Console, command: str) -> int:
+    """Carry a recipe out, from its newest checkpoint if it has one.
+
+    Returns:
+        The exit code: 0, or 128 plus the number of the signal that stopped the run after saving it.
+    """
+    out = Path(recipe.out)
+    corpus = Corpus.open(Path(recipe.data))
+    arguments = training_arguments(recipe)
+    make_folder("out", out)
+    if arguments.should_save:
+        _claim(out, recipe, corpus)
+        checkpointing.remove_unfinished(out)
+    if (out / "model").exists():
+        console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
+        return 0
+
+    trainer = make_trainer(recipe, corpus, arguments)
+    resume = checkpointing.newest_whole(out, lambda message: console.print(f"[yellow]{message}[/yellow]"))
+    n = trainer.model.config.max_position_embeddings
+    flops = flops_per_token(trainer.model.config, recipe.mask_share)
+    monitor = Monitor(
+        trainer,
+        out,
+        console,
+        title=describe(trainer.model.config),
+        tokens_per_step=recipe.batch_size * n,
+        flops_per_token=flops,
+    )
+    trainer.add_callback(monitor)
+    if resume is not None:
+        console.print(f"going on from step {checkpointing.step_of(resume)}", highlight=False)
+    with monitor:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if trainer.stopped_by is not None:
+        if arguments.should_save:
+            console.print(f"stopped by a signal; saved at step {trainer.state.global_step}", highlight=False)
+        return 128 + trainer.stopped_by
+    _finish(trainer, recipe, corpus, out, command)
+    if arguments.should_save:
+        last = read_metrics(out)[-1]
+        console.print(
+            f"validation perplexity [bold]{last['perplexity']:.2f}[/bold]; model in [bold]{out / 'model'}[/bold]"
+        )
+    return 0
+
+
+def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -> ExactTrainer:
+    """Model, rows and trainer of a recipe, ready to train."""
+    tokenizer = corpus.tokenizer()
+    set_seed(recipe.seed)
+    config = recipe.config(
+        vocab_size=corpus.vocab_size,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LinformerForMaskedLM(config)
+    if recipe.shard:
+        shard(model)
+    n, vocabulary = config.max_position_embeddings, vocabulary_of(tokenizer, corpus.vocab_size)
+    train_rows = MaskedRows(
+        corpus.tokens("train"),
+        vocabulary,
+        rows=recipe.steps * recipe.batch_size,
+        length=n,
+        seed=recipe.seed,
+        mask_share=recipe.mask_share,
+        short_rows=recipe.short_rows,
+    )
+    return ExactTrainer(
+        model,
+        arguments,
+        data_collator=as_it_is,
+        train_dataset=train_rows,
+        eval_dataset=validation_rows(corpus, vocabulary, n, recipe.eval_rows, recipe.mask_share),
+        processing_class=tokenizer,
+    )
+
+
+def validation_rows(
+    corpus: Corpus, vocabulary: Vocabulary, length: int, most: int, mask_share: float = 0.15
+) -> MaskedRows:
+    """The first rows of the validation set, with a mask that is the same in every run."""
+    tokens = corpus.tokens("validation")
+    rows = min(most, len(tokens) // length)
+    return MaskedRows(
+        tokens, vocabulary, rows=rows, length=length, seed=VALIDATION_SEED, mask_share=mask_share, shuffle=False
+    )
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
+    return Vocabulary(size, tokenizer.mask_token_id, tokenizer.pad_token_id, tuple(tokenizer.all_special_ids))
+
+
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    on_gpu = torch.cuda.is_available()
+    bf16 = recipe.precision == "bf16" or (recipe.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
+    common: dict[str, Any] = {
+        "output_dir": recipe.out,
+        "max_steps": recipe.steps,
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
+        "warmup_steps": recipe.warmup_steps,
+        "adam_beta1": recipe.adam_beta1,
+        "adam_beta2": recipe.adam_beta2,
+        "adam_epsilon": recipe.adam_epsilon,
+        "weight_decay": recipe.weight_decay,
+        "max_grad_norm": recipe.max_grad_norm,
+        "optim": "adamw_torch_fused",
+        "logging_steps": recipe.log_every,
+        "eval_strategy": "steps",
+        "eval_steps": recipe.eval_every,
+        "save_strategy": "steps",
+        "save_steps": recipe.save_every,
+        "save_total_limit": recipe.keep,
+        "bf16": bf16,
+        "torch_compile": recipe.compile == "yes" or (recipe.compile == "auto" and on_gpu),
+        "gradient_checkpointing": recipe.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if recipe.gradient_checkpointing else None,
+        "dataloader_num_workers": recipe.workers,
+        "dataloader_prefetch_factor": 4 if recipe.workers else None,
+        "dataloader_pin_memory": on_gpu,
+        "seed": recipe.seed,
+    }
+    fixed: dict[str, Any] = {
+        "train_sampling_strategy": "sequential",  # rows are in random order by themselves
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # what is not finite stops the run instead
+        "prediction_loss_only": True,
+        "ddp_find_unused_parameters": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not on_gpu,
+        "ddp_backend": "gloo" if is_torchelastic_launched() and not on_gpu else None,
+    }
+    arguments = TrainingArguments(**common, **fixed)
+    arguments.per_device_train_batch_size = recipe.rows_per_pass(arguments.world_size)
+    arguments.per_device_eval_batch_size = recipe.rows_per_pass(arguments.world_size)
+    arguments.gradient_accumulation_steps = recipe.accumulation(arguments.world_size)
+    return arguments
+
+
+def shard(model: LinformerForMaskedLM) -> None:
+    """Spread each layer's weights over all processes (FSDP)."""
+    from torch.distributed import get_world_size, is_initialized
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not is_initialized():
+        raise ValueError("shard=true needs several processes: start the command with torchrun")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (get_world_size(),))
+    model.to(device)
+    for layer in model.linformer.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def flops_per_token(config: LinformerConfig, mask_share: float) -> float:
+    """Multiplications and additions of a training step for each token: forward, and twice that backward."""
+    n, d = config.max_position_embeddings, config.hidden_size
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        LinformerModel(config)(torch.zeros(1, n, dtype=torch.long))
+    head = 2 * d * (d + config.vocab_size) * (mask_share if config.sparse_prediction else 1)
+    return 3 * (counter.get_total_flops() / n + head)
+
+
+def describe(config: LinformerConfig) -> str:
+    n = config.max_position_embeddings
+    if config.projection == "identity":
+        return f"Transformer twin, n={n}"
+    return f"Linformer, n={n}, k={config.projected_length}, {config.projection}, {config.sharing}"
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
+    """Write down what is trained in a folder; refuse another recipe, or another tokenizer, than was begun there."""
+    path = out / "recipe.json"
+    if path.exists():
+        saved = json.loads(path.read_text())
+        if changed := differences(recipe, saved["recipe"]):
+            raise ValueError(
+                f"out={recipe.out!r} holds a run of another recipe: {'; '.join(changed)}; choose another out"
+            )
+        if saved["tokenizer"] != corpus.tokenizer_hash:
+            raise ValueError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
+        return
+    unfinished = out / ".recipe.json.unfinished"
+    content = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash}
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, command: str) -> None:
+    """The model with its card, and the plot of its curve."""
+    weights = {name: checkpointing.whole(tensor) for name, tensor in trainer.model_weights().items()}
+    if not trainer.args.should_save:
+        return
+    records = read_metrics(out)
+
+    def fill(folder: Path) -> None:
+        with suppress_progress_bars():
+            trainer.model.save_pretrained(folder, state_dict=weights)
+        corpus.tokenizer().save_pretrained(folder)
+        text = card.pretrained(trainer.model.config, recipe, corpus, records, command, num_parameters(trainer.model))
+        (folder / "README.md").write_text(text)
+
+    checkpointing.write_whole(out / "model", fill)
+    plots.training({describe(trainer.model.config): records}, out / "curve.png")

@@ -1,0 +1,282 @@
+"""transformers' Trainer with exact resume: whole checkpoints without pickle, and no update from what is not finite."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from . import checkpointing
+
+MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
+NUMBERS, STATE = "training.json", "trainer_state.json"
+
+
+class NotFiniteError(ArithmeticError):
+    """A loss or a gradient was NaN or infinite; the weights are as they were before that step."""
+
+
+class CannotSaveError(OSError):
+    """A checkpoint could not be written; the ones before it are as they were."""
+
+
+class ExactTrainer(Trainer):
+    """A Trainer that loses at most the steps since the last checkpoint, whatever happens.
+
+    - A checkpoint appears whole or not at all (`checkpointing.write_whole`), and one that was damaged later is found
+      by its hash. It holds safetensors and json alone.
+    - A resumed run equals an uninterrupted one bit for bit: random states, the loss since the last log and the
+      optimiser are restored, and rows are a function of their number (`rows.MaskedRows`).
+    - SIGTERM and SIGINT save at the end of the step and stop.
+    - A NaN or an infinity in loss or gradients stops the run before the weights change.
+
+    The optimiser must be one of torch's fused ones (`optim="adamw_torch_fused"`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.args.optim == "adamw_torch_fused", (
+            "the update is called off on the device, which only fused ones can"
+        )
+        self.stopped_by: int | None = None
+        self.seconds_waiting, self.seconds_aside = 0.0, 0.0
+        self._flag: tuple[int, Later] | None = None
+        self._restored: dict[str, Any] | None = None
+        self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters())
+        if self.is_sharded:  # gradients are reduced where weights are sharded; another wrapper would do it twice
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.remove_callback(PrinterCallback)  # whoever trains shows what is logged
+        self.add_callback(_Signals(self))
+
+    # Saving.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        began = time.perf_counter()
+        self._refuse_not_finite()
+        run = Path(self.args.output_dir)
+        folder = run / f"checkpoint-{self.state.global_step}"
+        self.store_flos()
+        weights = {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
+        optimizer, numbers = checkpointing.optimizer_state(self.model, self.optimizer.optimizer)
+        scheduler = self.lr_scheduler.state_dict()
+        scheduler.pop("lr_lambdas", None)
+        numbers |= {
+            "scheduler": scheduler,
+            "losses": [loss.item() for loss in self._of_all_processes(self._tr_loss)],
+            "last_logged": self._globalstep_last_logged,
+            "processes": self.args.world_size,
+        }
+        randoms = {
+            f"{name}/{process}": tensor
+            for name, own in checkpointing.random_state().items()
+            for process, tensor in enumerate(self._of_all_processes(own))
+        }
+        best = self.state.best_global_step
+        if best and self.args.save_strategy != SaveStrategy.NO:
+            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
+
+        def fill(unfinished: Path) -> None:
+            self.model.config.save_pretrained(unfinished)
+            save_file(weights, unfinished / MODEL, metadata={"format": "pt"})
+            save_file(optimizer, unfinished / OPTIMIZER)
+            save_file(randoms, unfinished / RANDOM)
+            (unfinished / NUMBERS).write_text(json.dumps(numbers))
+            self.state.save_to_json(str(unfinished / STATE))
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(unfinished)
+
+        if self.args.should_save and checkpointing.damage(folder) is not None:
+            try:
+                checkpointing.write_whole(folder, fill)
+            except Exception as error:  # safetensors has errors of its own for a full disk
+                raise CannotSaveError(self._cannot_save(folder, error)) from error
+            best_folder = self.state.best_model_checkpoint
+            keep = self.args.save_total_limit or 1
+            checkpointing.remove_old(run, keep, Path(best_folder) if best_folder else None)
+        self.accelerator.wait_for_everyone()
+        self.seconds_aside += time.perf_counter() - began
+
+    def _cannot_save(self, folder: Path, error: Exception) -> str:
+        before = checkpointing.checkpoints(folder.parent)
+        rest = (
+            f"the checkpoint of step {checkpointing.step_of(before[0])} is still there"
+            if before
+            else "there is none yet"
+        )
+        return f"the checkpoint {folder} could not be written ({error}); {rest}: make room and run the command again"
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model, its config and its tokenizer, for `from_pretrained`."""
+        weights = {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            self.model.save_pretrained(folder, state_dict=weights)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+
+    def model_weights(self) -> dict[str, Tensor]:
+        """The model's tensors under their names, each of several names for one tensor but the first left out."""
+        seen: set[int] = set()
+        weights = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                weights[name] = tensor
+        return weights
+
+    def _of_all_processes(self, tensor: Tensor) -> list[Tensor]:
+        if self.args.world_size == 1:
+            return [tensor]
+        gathered = self.accelerator.gather(tensor[None].to(self.args.device))
+        return [part.cpu().clone() for part in gathered]
+
+    # Resuming.
+
+    @torch.no_grad()
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        own = self.model_weights()
+        for name, value in load_file(Path(resume_from_checkpoint) / MODEL).items():
+            own[name].copy_(checkpointing.like(value, own[name]))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        numbers = json.loads((folder / NUMBERS).read_text())
+        checkpointing.load_optimizer_state(self.model, self.optimizer.optimizer, load_file(folder / OPTIMIZER), numbers)
+        self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **numbers["scheduler"]})
+        self._restored = numbers
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        states = load_file(Path(checkpoint) / RANDOM)
+        own = {
+            name: tensor
+            for name, _, process in (key.rpartition("/") for key in states)
+            if int(process) == self.args.process_index
+            for tensor in [states[f"{name}/{process}"]]
+        }
+        if own:  # another process than were there before goes on with its own
+            checkpointing.load_random_state(own)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing to load: bfloat16 needs no scaling."""
+
+    def restore_loss(self) -> None:
+        """Take up the loss since the last log where it was, so that what is logged next is what would have been."""
+        if self._restored is not None:
+            losses = self._restored["losses"]
+            own = losses[self.args.process_index] if len(losses) == self.args.world_size else sum(losses) / len(losses)
+            self._tr_loss = torch.tensor(own, device=self.args.device)
+            self._globalstep_last_logged = self._restored["last_logged"]
+            self._restored = None
+
+    # Steps.
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices decay, but E does not: its rate is its own."""
+        return [name for name in super().get_decay_parameter_names(model) if "projections." not in name]
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        began = time.perf_counter()
+        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.seconds_waiting += time.perf_counter() - began
+        return batches
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        began = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        self.seconds_aside += time.perf_counter() - began
+        return metrics
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm of all gradients; unless it is finite, the update that follows is called off on the device."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        not_finite = ~torch.isfinite(torch.as_tensor(norm))
+        self._refuse_not_finite()
+        step = self.state.global_step + 1
+        if self.is_sharded:
+            self._refuse(step, bool(not_finite))
+        else:
+            # A fused optimiser leaves out an update that is said to be infinite, as a gradient scaler would say it. The
+            # host learns of it a step later, so that it never waits for the device.
+            self.optimizer.optimizer.found_inf = not_finite.float()
+            self._flag = (step, Later(not_finite))
+        return norm
+
+    def _refuse_not_finite(self) -> None:
+        if self._flag is not None:
+            (step, flag), self._flag = self._flag, None
+            self._refuse(step, bool(flag.value()))
+
+    def _refuse(self, step: int, not_finite: bool) -> None:
+        if not not_finite:
+            return
+        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        saved = checkpointing.checkpoints(Path(self.args.output_dir))
+        kept = f"the checkpoint of step {checkpointing.step_of(saved[0])} is kept" if saved else "no checkpoint yet"
+        raise NotFiniteError(
+            f"loss or gradients are not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
+            f"the weights were not changed, and {kept}"
+        )
+
+
+class Later:
+    """A number that is on its way from the device, while the host goes on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = tensor.to("cpu", non_blocking=True)
+        self.arrived = torch.cuda.Event() if tensor.is_cuda else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def value(self) -> float:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.copy.item()
+
+
+class _Signals(TrainerCallback):
+    """SIGTERM and SIGINT set a flag; the step that is under way is finished and saved."""
+
+    def __init__(self, trainer: ExactTrainer) -> None:
+        self.trainer = trainer
+        self.received = 0
+        self.told: Later | None = None
+        self.before: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.trainer.restore_loss()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.before[number] = signal.signal(number, self.receive)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        received = self.received
+        if args.world_size > 1:  # all processes stop after the same step, one after the first of them was told
+            told, flags = self.told, self.trainer.accelerator.gather(torch.tensor([received], device=args.device))
+            self.told = Later(flags.max())
+            received = 0 if told is None else int(told.value())
+        if received and state.global_step < state.max_steps:
+            self.trainer.stopped_by = received
+            control.should_save = control.should_training_stop = True

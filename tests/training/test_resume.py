@@ -1,0 +1,146 @@
+"""A run that is interrupted and goes on equals one that was not, bit for bit."""
+
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from linformers.training import pretrain
+
+from . import small
+
+SETTINGS = [
+    {"precision": "float32"},
+    {"precision": "float32", "workers": 2},
+    {"precision": "bf16", "rows_at_once": 2},
+    {"precision": "bf16", "rows_at_once": 4, "workers": 1, "gradient_checkpointing": True},
+]
+
+
+class SignalAt(TrainerCallback):
+    """Sends this process a signal within the given step."""
+
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def interrupt(monkeypatch, step, number=signal.SIGTERM):
+    """Make the next run receive a signal; the function returned takes that back, and nothing else."""
+    original = pretrain.make_trainer
+
+    def make_trainer(*args):
+        trainer = original(*args)
+        trainer.add_callback(SignalAt(step, number))
+        return trainer
+
+    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
+    return lambda: monkeypatch.setattr(pretrain, "make_trainer", original)
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    """The uninterrupted run of each setting."""
+    runs = {}
+
+    def run(setting):
+        key = json.dumps(setting)
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("straight")
+            assert small.train(small.recipe(corpus, runs[key], **setting)) == 0
+        return runs[key]
+
+    return run
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
+def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path, monkeypatch):
+    steps = sorted(random.Random(repr(setting)).sample(range(23), 10))
+    for step in steps:
+        restore = interrupt(monkeypatch, step)
+        assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGTERM
+        restore()
+        assert (tmp_path / f"checkpoint-{step + 1}").exists()
+    assert small.train(small.recipe(corpus, tmp_path, **setting)) == 0
+    small.assert_same_run(tmp_path, straight(setting))
+
+
+def test_runs_differ_where_they_should(corpus, straight, tmp_path):
+    """Another seed is another run, so that the comparison can fail."""
+    small.train(small.recipe(corpus, tmp_path, **SETTINGS[0], seed=1))
+    with pytest.raises(AssertionError):
+        small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):
+    interrupt(monkeypatch, 7, signal.SIGINT)
+    assert small.train(small.recipe(corpus, tmp_path)) == 130
+    assert (tmp_path / "checkpoint-8").exists()
+
+
+def test_finished_run_is_left_alone(corpus, straight):
+    out = straight(SETTINGS[0])
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert small.train(small.recipe(corpus, out, **SETTINGS[0])) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
+    import pickle
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("pickle")
+
+    restore = interrupt(monkeypatch, 9)
+    for module, names in (
+        (torch, ("load", "save")),
+        (pickle, ("load", "loads", "dump", "dumps", "Pickler", "Unpickler")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    restore()
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+    suffixes = {
+        path.suffix for folder in (*tmp_path.glob("checkpoint-*"), tmp_path / "model") for path in folder.iterdir()
+    }
+    assert suffixes == {".safetensors", ".json", ".md"}
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
+    """In step 13: the weights are those after step 12, and the run goes on from its last checkpoint once mended."""
+    original, seen = pretrain.make_trainer, {}
+
+    def make_trainer(*args):
+        trainer = original(*args)
+        compute_loss = trainer.compute_loss
+
+        def poisoned(*args, **kwargs):
+            loss = compute_loss(*args, **kwargs)
+            if not trainer.model.training or trainer.state.global_step != 12:
+                return loss
+            seen["weights"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+            return loss * poison
+
+        trainer.compute_loss = poisoned
+        seen["model"] = trainer.model
+        return trainer
+
+    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
+    message = r"loss or gradients are not finite in step 13 \(rows 96 to 103\); the weights were not changed"
+    with pytest.raises(ArithmeticError, match=message + ", and the checkpoint of step 10 is kept"):
+        small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    for name, parameter in seen["model"].named_parameters():
+        assert torch.equal(parameter, seen["weights"][name])
+    monkeypatch.setattr(pretrain, "make_trainer", original)
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
