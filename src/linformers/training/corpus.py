@@ -42,7 +42,7 @@ BATCH_CHARACTERS = 2**20
 PIECE = re.compile(r"(?s).{1,99999}\S(?=[ \n]|\Z)|.{1,100000}")
 # What a tokenizer learns from at most: where documents are long, their number alone bounds nothing.
 TOKENIZER_CHARACTERS = 2**28
-SMALL = 2**23  # bytes that are encoded sooner than processes start
+SMALL = 2**25  # bytes for which starting processes does not pay: the tokenizers library has threads of its own
 OPEN_MAPS = 64
 
 
@@ -440,8 +440,12 @@ def _documents(
 ) -> Iterator[tuple[str, str]]:
     """All documents in order, each with the split it belongs to."""
     before = 0
+
+    def report(position: int) -> None:
+        on_read(before + position)
+
     for source in all_sources:
-        for text in source.texts(text_column, lambda position, before=before: on_read(before + position)):  # type: ignore[misc]
+        for text in source.texts(text_column, report):
             yield _split_of(source, text, share), text
         before += source.size
 

@@ -1,0 +1,107 @@
+"""Kill a training run with SIGKILL again and again, often inside a save, and see what is left.
+
+`python -m tests.training.kills` is the long version.
+
+Each run is a fork of this process, which has imported everything but computed nothing: so that a run starts at once.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from linformers.training import checkpointing
+
+from . import small
+
+SAVE_EVERY = 2
+STEPS = 24
+
+
+def start(data: Path, out: Path) -> int:
+    """The process of a new run."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        code = small.train(small.recipe(data, out, save_every=SAVE_EVERY, steps=STEPS))
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> bool:
+    return os.waitpid(child, os.WNOHANG)[0] != 0
+
+
+def kill_inside_a_save(child: int, out: Path, delay: float) -> bool:
+    """Wait for files of an unfinished checkpoint, and a moment more; whether the run was still there to be killed."""
+    while not ended(child):
+        if any(out.glob(".checkpoint-*.unfinished/*")):
+            time.sleep(delay)
+            inside = any(out.glob(".checkpoint-*.unfinished"))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return inside
+        time.sleep(1e-4)
+    return False
+
+
+def kill_after(child: int, delay: float) -> bool:
+    deadline = time.monotonic() + delay
+    while time.monotonic() < deadline:
+        if ended(child):
+            return False
+        time.sleep(1e-3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def last_logged(out: Path) -> int:
+    """How far a run is known to have come."""
+    return max((record["step"] for record in small.read_metrics(out)), default=0)
+
+
+def main(kills: int, inside: int, seed: int) -> dict[str, int]:
+    """Kill runs until there were `kills` kills, at least `inside` of them inside a save."""
+    chance = random.Random(seed)
+    counts = {"kills": 0, "inside a save": 0, "runs": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        data, straight = small.corpus(Path(folder)), Path(folder) / "straight"
+        os.waitpid(start(data, straight), 0)
+        assert (straight / "model").exists()
+        while counts["kills"] < kills or counts["inside a save"] < inside:
+            counts["runs"] += 1
+            out = Path(folder) / f"run-{counts['runs']}"
+            while not (out / "model").exists():
+                known = last_logged(out)
+                child = start(data, out)
+                more = counts["kills"] < kills or counts["inside a save"] < inside
+                if not more:
+                    os.waitpid(child, 0)
+                elif counts["inside a save"] < inside and chance.random() < 0.6:
+                    if kill_inside_a_save(child, out, chance.random() * 3e-3):
+                        counts["kills"] += 1
+                        counts["inside a save"] += 1
+                else:
+                    counts["kills"] += kill_after(child, chance.random() * 1.5)
+                # Whatever happened: each checkpoint that has its name is whole, and little was lost.
+                saved = checkpointing.checkpoints(out)
+                assert all(checkpointing.damage(checkpoint) is None for checkpoint in saved)
+                newest = checkpointing.step_of(saved[0]) if saved else 0
+                assert max(known, last_logged(out)) - newest <= SAVE_EVERY
+            small.assert_same_run(out, straight, STEPS)
+    return counts
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--inside", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    print(json.dumps(main(**vars(parser.parse_args()))))
