@@ -77,6 +77,7 @@ def test_loss_of_a_span():
     [
         (LinformerModel, "hidden_dropout_prob"),
         (LinformerModel, "attention_probs_dropout_prob"),
+        (LinformerModel, "embedding_dropout"),
         (LinformerForSequenceClassification, "classifier_dropout"),
         (LinformerForTokenClassification, "classifier_dropout"),
     ],

@@ -82,6 +82,7 @@ class LinformerConfig(PreTrainedConfig):
             $N(0, 1/n)$.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
             becomes $0.12\,k/n$, with the largest k.
+        embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.
         norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
         sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.
 
@@ -101,6 +102,7 @@ class LinformerConfig(PreTrainedConfig):
     hidden_act: str = "gelu"
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
+    embedding_dropout: float | None = None
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
     initializer_range: float = 0.02
@@ -154,8 +156,9 @@ class LinformerConfig(PreTrainedConfig):
             check_size(name, getattr(self, name))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             check_probability(name, getattr(self, name))
-        if self.classifier_dropout is not None:
-            check_probability("classifier_dropout", self.classifier_dropout)
+        for name in ("embedding_dropout", "classifier_dropout"):
+            if getattr(self, name) is not None:
+                check_probability(name, getattr(self, name))
         for name in ("norm_first", "sparse_prediction", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -75,6 +75,7 @@ FREE_FIELDS = (
     *PROJECTION_FIELDS,
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
+    "embedding_dropout",
     "classifier_dropout",
     "sparse_prediction",
     "problem_type",

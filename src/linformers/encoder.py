@@ -58,7 +58,8 @@ class LinformerEmbeddings(nn.Module):
         self.position_embeddings = PositionEmbeddings(config.max_position_embeddings, d)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
         self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        own = config.embedding_dropout
+        self.dropout = nn.Dropout(config.hidden_dropout_prob if own is None else own)
 
     def forward(
         self,

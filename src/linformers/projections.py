@@ -351,8 +351,9 @@ def _stacked(weights: list[Tensor]) -> Weights:
 def working_dtype(tokens: Tensor) -> torch.dtype:
     """The type in which a matrix product with `tokens` is computed."""
     device = tokens.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else tokens.dtype
+    if device == "meta":  # which knows of no autocast
+        return tokens.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
 
 
 def window_matrix(n: int, k: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:

@@ -33,7 +33,7 @@ def attend(
     dtype, precise = query.dtype, torch.promote_types(query.dtype, torch.float32)
     # Autocast would round scores to half precision, and unscaled ones can exceed what float16 holds.
     device = query.device.type
-    with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         query, key, value = (x.to(precise) for x in (query, key, value))
         scores = query @ key.mT * scaling  # (b, h, n, k)
         if mask is not None:

@@ -39,15 +39,16 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
     out = Path(recipe.out)
     corpus = Corpus.open(Path(recipe.data))
     arguments = training_arguments(recipe)
+    trainer = make_trainer(recipe, corpus, arguments)
     make_folder("out", out)
     if arguments.should_save:
         _claim(out, recipe, corpus)
         checkpointing.remove_unfinished(out)
+    trainer.accelerator.wait_for_everyone()
     if (out / "model").exists():
         console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
         return 0
 
-    trainer = make_trainer(recipe, corpus, arguments)
     resume = checkpointing.newest_whole(out, lambda message: console.print(f"[yellow]{message}[/yellow]"))
     n = trainer.model.config.max_position_embeddings
     flops = flops_per_token(trainer.model.config, recipe.mask_share)
@@ -161,6 +162,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         "logging_nan_inf_filter": False,  # what is not finite stops the run instead
         "prediction_loss_only": True,
         "ddp_find_unused_parameters": False,
+        "accelerator_config": {"non_blocking": on_gpu},  # copying a batch must not wait for the step before
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": not on_gpu,

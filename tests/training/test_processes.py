@@ -1,0 +1,80 @@
+"""Two processes do what one does, in copies (DDP) and in shards (FSDP), and go on from each other's checkpoints."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from linformers.training.monitor import read_metrics
+
+from . import small
+
+ROOT = Path(__file__).parents[2]
+# Dropout is drawn in each process, so that only a run without it can be the same in two.
+SAME = {"model": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "steps": 20, "log_every": 1}
+
+
+def torchrun(recipe, folder):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.to_dict()))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    result = subprocess.run(
+        [*command, "-m", "linformers", "pretrain", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return result
+
+
+def losses(out):
+    return [record["loss"] for record in read_metrics(out) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def single(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("single")
+    assert small.train(small.recipe(corpus, out, **SAME)) == 0
+    return out
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["copies", "shards"])
+def test_two_processes_equal_one(corpus, single, shard, tmp_path):
+    recipe = small.recipe(corpus, tmp_path / "run", **SAME, shard=shard, rows_at_once=2)
+    result = torchrun(recipe, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert len(losses(tmp_path / "run")) == 20
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), abs=1e-5)
+    (validation,) = [
+        record["eval_loss"]
+        for record in read_metrics(tmp_path / "run")
+        if record["step"] == 20 and "eval_loss" in record
+    ]
+    assert validation == pytest.approx(read_metrics(single)[-1]["eval_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, "shards"), ("shards", 1)], ids=str)
+def test_going_on_with_another_number_of_processes(corpus, single, first, second, tmp_path):
+    """The first ten steps by one kind of run, the others by another."""
+    out = tmp_path / "run"
+
+    def train(kind):
+        recipe = small.recipe(corpus, out, **SAME, shard=kind == "shards", save_every=10)
+        if kind == 1:
+            assert small.train(recipe) == 0
+        else:
+            result = torchrun(recipe, tmp_path)
+            assert result.returncode == 0, result.stderr[-3000:]
+
+    train(first)
+    import shutil
+
+    shutil.rmtree(out / "model")
+    shutil.rmtree(out / "checkpoint-20")
+    assert (out / "checkpoint-10").exists()
+    train(second)
+    assert losses(out) == pytest.approx(losses(single), abs=1e-5)
+
+
+def test_shards_need_processes(corpus, tmp_path):
+    with pytest.raises(ValueError, match="shard=true needs several processes: start the command with torchrun"):
+        small.train(small.recipe(corpus, tmp_path, shard=True))
