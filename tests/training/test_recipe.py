@@ -91,7 +91,7 @@ def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
         small.train(small.recipe(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(ValueError, match="rows of 16384 need at least"):
         small.train(small.recipe(corpus, tmp_path / "out", model={"max_position_embeddings": 16384}))
-    assert not (tmp_path / "out" / "recipe.json").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_run_of_another_recipe(corpus, tmp_path):

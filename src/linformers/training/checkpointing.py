@@ -38,7 +38,7 @@ def write_whole(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if folder.exists():  # one that was found damaged
-        shutil.rmtree(folder)
+        _remove(folder)
     unfinished.rename(folder)
     _flush(folder.parent)
 
@@ -95,7 +95,15 @@ def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
     """Delete all but the newest `keep` checkpoints, and the protected one."""
     for folder in checkpoints(run)[keep:]:
         if folder != protected:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; a kill half-way leaves none under its name."""
+    doomed = folder.with_name(f".{folder.name}.removed.unfinished")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -166,6 +174,22 @@ def load_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def claim(run: Path, what: dict[str, Any]) -> dict[str, Any]:
+    """Write down what a folder is used for, unless something is written there already; what is there then."""
+    path = run / "run.json"
+    if not path.exists():
+        write_text(path, json.dumps(what, indent=1) + "\n")
+    return json.loads(path.read_text())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there as a whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    _flush(unfinished)
+    unfinished.replace(path)
 
 
 def file_hash(path: Path) -> str:

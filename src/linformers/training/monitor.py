@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback
 
+from .checkpointing import write_text
 from .trainer import ExactTrainer
 
 # Dense bf16 matrix products of a card, in FLOP/s, by a part of its name; from the makers' data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "V100": 125e12}
-COLUMNS = ("step", "loss", "perplexity", "learning rate", "tokens/s", "of peak", "waiting")
 
 
 class Monitor(TrainerCallback):
@@ -31,8 +31,10 @@ class Monitor(TrainerCallback):
         run: the folder of the run.
         console: where to show; nothing is shown by processes but the first.
         title: what is trained.
-        tokens_per_step: to tell the speed.
-        flops_per_token: to tell its share of the hardware's peak; `None` where there is none.
+        score: what validation gives, `"perplexity"` or `"accuracy"`.
+        unit: what speed is counted in, `"tokens"` or `"rows"`.
+        units_per_step: how many of them a step has.
+        flops_per_unit: to tell the speed's share of the hardware's peak.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class Monitor(TrainerCallback):
         console: Console,
         *,
         title: str,
-        tokens_per_step: int,
-        flops_per_token: float | None = None,
+        score: str,
+        unit: str,
+        units_per_step: int,
+        flops_per_unit: float | None = None,
     ) -> None:
         self.trainer, self.run, self.console, self.title = trainer, run, console, title
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.score, self.unit = score, unit
+        self.units_per_step, self.flops_per_unit = units_per_step, flops_per_unit
         self.active = trainer.is_world_process_zero()
         self.rows: list[list[str]] = []
         self.records: list[dict[str, Any]] = []
@@ -99,7 +104,9 @@ class Monitor(TrainerCallback):
             record |= {name: value for name, value in logs.items() if name.startswith("eval_")}
             for name in ("runtime", "samples_per_second", "steps_per_second"):
                 record.pop(f"eval_{name}", None)
-            record["perplexity"] = math.exp(min(logs["eval_loss"], 700))
+            record[self.score] = (
+                math.exp(min(logs["eval_loss"], 700)) if self.score == "perplexity" else logs[f"eval_{self.score}"]
+            )
         self.records.append(record)
         with (self.run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -115,15 +122,14 @@ class Monitor(TrainerCallback):
             self.events.close()
 
     def _speed(self, step: int) -> dict[str, float]:
-        """Tokens a second since the last log, validation and saving aside, and how much of the time went by waiting."""
+        """Units a second since the last log, validation and saving aside, and how much of the time went by waiting."""
         before, since, waiting, aside = self.marked
         self._mark(step)
         seconds = self.marked[1] - since - (self.marked[3] - aside)
-        speed = {"tokens_per_second": (step - before) * self.tokens_per_step / seconds}
-        speed["waiting_share"] = (self.marked[2] - waiting) / seconds
-        if self.flops_per_token and (peak := hardware_peak()):
-            processes = self.trainer.args.world_size
-            speed["peak_share"] = speed["tokens_per_second"] * self.flops_per_token / (peak * processes)
+        per_second = (step - before) * self.units_per_step / seconds
+        speed = {f"{self.unit}_per_second": per_second, "waiting_share": (self.marked[2] - waiting) / seconds}
+        if self.flops_per_unit and (peak := hardware_peak()):
+            speed["peak_share"] = per_second * self.flops_per_unit / (peak * self.trainer.args.world_size)
         return speed
 
     def _mark(self, step: int) -> None:
@@ -136,20 +142,23 @@ class Monitor(TrainerCallback):
         row = [
             entry("step", ",d"),
             entry("loss", ".3f"),
-            entry("perplexity", ".2f"),
+            entry(self.score, ".2f" if self.score == "perplexity" else ".4f"),
             entry("learning_rate", ".2e"),
-            entry("tokens_per_second", ",.0f"),
+            entry(f"{self.unit}_per_second", ",.0f"),
             entry("peak_share", ".0%"),
             entry("waiting_share", ".1%"),
         ]
         if self.console.is_terminal:
             self.rows = [*self.rows[-9:], row]
         else:
-            named = zip(COLUMNS, row, strict=True)
+            named = zip(self._columns(), row, strict=True)
             self.console.print("  ".join(f"{name} {value}" for name, value in named if value), highlight=False)
 
+    def _columns(self) -> tuple[str, ...]:
+        return ("step", "loss", self.score, "learning rate", f"{self.unit}/s", "of peak", "waiting")
+
     def _picture(self) -> Group:
-        table = Table(*COLUMNS)
+        table = Table(*self._columns())
         for row in self.rows:
             table.add_row(*row)
         return Group(table, self.bars)
@@ -170,9 +179,7 @@ def read_metrics(run: Path, last_step: int | None = None) -> list[dict[str, Any]
 
 
 def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
-    unfinished = run / ".metrics.jsonl.unfinished"
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
-    unfinished.replace(run / "metrics.jsonl")
+    write_text(run / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
 
 def hardware_peak() -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,10 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
         out,
         console,
         title=describe(trainer.model.config),
-        tokens_per_step=recipe.batch_size * n,
-        flops_per_token=flops,
+        score="perplexity",
+        unit="tokens",
+        units_per_step=recipe.batch_size * n,
+        flops_per_unit=flops,
     )
     trainer.add_callback(monitor)
     if resume is not None:
@@ -213,20 +214,12 @@ def num_parameters(model: nn.Module) -> int:
 
 def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
     """Write down what is trained in a folder; refuse another recipe, or another tokenizer, than was begun there."""
-    path = out / "recipe.json"
-    if path.exists():
-        saved = json.loads(path.read_text())
-        if changed := differences(recipe, saved["recipe"]):
-            raise ValueError(
-                f"out={recipe.out!r} holds a run of another recipe: {'; '.join(changed)}; choose another out"
-            )
-        if saved["tokenizer"] != corpus.tokenizer_hash:
-            raise ValueError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
-        return
-    unfinished = out / ".recipe.json.unfinished"
-    content = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash}
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.replace(path)
+    saved = checkpointing.claim(out, {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash})
+    if changed := differences(recipe, saved["recipe"]):
+        listed = "; ".join(changed)
+        raise ValueError(f"out={recipe.out!r} holds a run of another recipe: {listed}; choose another out")
+    if saved["tokenizer"] != corpus.tokenizer_hash:
+        raise ValueError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
 
 
 def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, command: str) -> None:

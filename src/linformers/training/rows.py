@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,6 +140,6 @@ class MaskedRows(Dataset):
         return {**self.__dict__, "_epoch": None}  # workers draw their own order rather than receive it
 
 
-def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_it_is(batch: Any) -> Any:
     """The collator of rows that come in batches already."""
     return batch

@@ -1,0 +1,251 @@
+"""Section 5.2: fine-tuning a pretrained model on a task, over several seeds, without looking at what is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
+
+from ..checks import check_choice, check_positive, check_probability, check_size, make_folder
+from ..config import LinformerConfig
+from ..heads import LinformerForSequenceClassification
+from . import card, checkpointing
+from .metrics import classification_metrics, spread
+from .monitor import Monitor
+from .recipe import PRECISIONS
+from .tasks import EncodedExamples, EpochOrder, TaskData, collate, encode
+from .trainer import ExactTrainer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is fine-tuned.
+
+    Args:
+        seeds: how many times, with seeds 0, 1, …
+        epochs: passes over the training set.
+        batch_size: rows in an update.
+        learning_rate: its peak, from which it falls linearly to 0.
+        warmup_share: the share of steps in which the rate rises.
+        weight_decay: AdamW's.
+        max_length: tokens of a text that are read; 0 means as many as the model takes.
+        precision: `"bf16"`, `"float32"`, or `"auto"`: bf16 where the hardware has it.
+    """
+
+    seeds: int = 3
+    epochs: int = 3
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    warmup_share: float = 0.06
+    weight_decay: float = 0.01
+    max_length: int = 0
+    precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "epochs", "batch_size"):
+            check_size(name, getattr(self, name))
+        check_positive("learning_rate", self.learning_rate)
+        check_probability("warmup_share", self.warmup_share)
+        check_probability("weight_decay", self.weight_decay)
+        check_choice("precision", self.precision, PRECISIONS)
+        if self.max_length:
+            check_size("max_length", self.max_length)
+
+
+def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Console, command: str) -> int:
+    """Fine-tune with each seed, report on the test set, and save the model that did best on the validation set.
+
+    A seed that is finished is not run again, and one that was interrupted goes on from its newest checkpoint.
+
+    Returns:
+        The exit code: 0, or 128 plus the number of the signal that stopped it.
+    """
+    tokenizer, max_length = load_tokenizer(model), length_of(model, settings.max_length)
+    make_folder("out", out)
+    what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings)}
+    for name, before in checkpointing.claim(out, what).items():
+        if before != what[name] and name != "seeds":
+            raise ValueError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
+    console.print(
+        f"{task.name}: {len(task.train):,} rows to train, {len(task.validation):,} to select, "
+        f"{len(task.test):,} to report ({task.reported_on})",
+        highlight=False,
+    )
+    sets = {name: encode(getattr(task, name), tokenizer, max_length) for name in ("train", "validation", "test")}
+    for seed in range(settings.seeds):
+        folder = out / f"seed-{seed}"
+        if (folder / "result.json").exists():
+            continue
+        code = run_seed(seed, task, model, folder, settings, sets, tokenizer, max_length, console)
+        if code:
+            return code
+    _report(task, model, out, settings, tokenizer, console, command)
+    return 0
+
+
+def run_seed(
+    seed: int,
+    task: TaskData,
+    model: Path,
+    folder: Path,
+    settings: Settings,
+    sets: dict[str, EncodedExamples],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    console: Console,
+) -> int:
+    """Train with one seed; its best weights stay as a checkpoint, its numbers go to `result.json`."""
+    folder.mkdir(exist_ok=True)
+    checkpointing.remove_unfinished(folder)
+    steps_per_epoch = max(1, len(sets["train"]) // settings.batch_size)
+    steps = settings.epochs * steps_per_epoch
+    set_seed(seed)
+    trainer = ExactTrainer(
+        load_model(model, task.label_names),
+        training_arguments(folder, settings, steps, steps_per_epoch, seed),
+        data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=max_length),
+        train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size),
+        eval_dataset=sets["validation"],
+        compute_metrics=_metrics,
+        processing_class=tokenizer,
+    )
+    title = f"{task.name}, seed {seed}"
+    monitor = Monitor(
+        trainer, folder, console, title=title, score="accuracy", unit="rows", units_per_step=settings.batch_size
+    )
+    trainer.add_callback(monitor)
+    resume = checkpointing.newest_whole(folder, lambda message: console.print(f"[yellow]{message}[/yellow]"))
+    with monitor:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if trainer.stopped_by is not None:
+        return 128 + trainer.stopped_by
+    best = trainer.state.best_global_step
+    trainer._load_from_checkpoint(str(folder / f"checkpoint-{best}"))
+    reported = trainer.evaluate(sets["test"], metric_key_prefix="test")
+    result = {
+        "seed": seed,
+        "step": best,
+        "validation_accuracy": trainer.state.best_metric,
+        "accuracy": reported["test_accuracy"],
+        "f1": reported["test_f1"],
+    }
+    checkpointing.write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def training_arguments(
+    folder: Path, settings: Settings, steps: int, steps_per_epoch: int, seed: int
+) -> TrainingArguments:
+    on_gpu = torch.cuda.is_available()
+    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=2 * settings.batch_size,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=int(settings.warmup_share * steps),
+        weight_decay=settings.weight_decay,
+        adam_beta2=0.98,
+        adam_epsilon=1e-6,
+        optim="adamw_torch_fused",
+        logging_steps=max(1, steps_per_epoch // 10),
+        eval_strategy="steps",
+        eval_steps=steps_per_epoch,
+        save_strategy="steps",
+        save_steps=steps_per_epoch,
+        save_total_limit=1,
+        metric_for_best_model="accuracy",
+        greater_is_better=True,
+        bf16=bf16,
+        seed=seed,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        logging_nan_inf_filter=False,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        accelerator_config={"non_blocking": on_gpu},
+    )
+
+
+def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClassification:
+    """A classifier with the encoder of a pretrained model and a new head."""
+    labels = dict(enumerate(label_names))
+    return LinformerForSequenceClassification.from_pretrained(
+        folder, id2label=labels, label2id={name: number for number, name in labels.items()}
+    )
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    if not (folder / "config.json").exists():
+        raise ValueError(f"model={str(folder)!r} holds no model: expected a folder that pretrain or finetune wrote")
+    if not (folder / "tokenizer.json").exists():
+        raise ValueError(f"model={str(folder)!r} has no tokenizer: save one beside the model")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def length_of(folder: Path, asked: int = 0) -> int:
+    """The tokens of a text that a model is to read."""
+    n = LinformerConfig.from_pretrained(folder).max_position_embeddings
+    if asked > n:
+        raise ValueError(f"max_length={asked} exceeds the n={n} of the model; resize it with model.resize_length first")
+    return asked or n
+
+
+def _metrics(prediction: EvalPrediction) -> dict[str, float]:
+    return classification_metrics(prediction.predictions, prediction.label_ids)
+
+
+def _report(
+    task: TaskData,
+    model: Path,
+    out: Path,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    console: Console,
+    command: str,
+) -> None:
+    """Mean and spread over the seeds, and the best model with its card."""
+    seeds = [json.loads((out / f"seed-{seed}" / "result.json").read_text()) for seed in range(settings.seeds)]
+    results: dict[str, Any] = {
+        "task": task.name,
+        "reported_on": task.reported_on,
+        "rows": len(task.test),
+        "note": task.note,
+        "accuracy": spread([result["accuracy"] for result in seeds]),
+        "f1": spread([result["f1"] for result in seeds]),
+        "seeds": seeds,
+        "made_with": card.made_with(command),
+    }
+    best = max(seeds, key=lambda result: result["validation_accuracy"])
+    weights = load_file(out / f"seed-{best['seed']}" / f"checkpoint-{best['step']}" / "model.safetensors")
+
+    def fill(folder: Path) -> None:
+        classifier = load_model(model, task.label_names)
+        classifier.load_state_dict(weights)
+        classifier.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card.finetuned(task.name, str(model), results, command, task.note))
+
+    checkpointing.write_whole(out / "model", fill)
+    checkpointing.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
+    table = Table("", *(f"seed {result['seed']}" for result in seeds), "mean ± deviation", title=f"{task.name}, in %")
+    for name in ("accuracy", "f1"):
+        mean, deviation = results[name]
+        values = (f"{100 * result[name]:.2f}" for result in seeds)
+        table.add_row(name, *values, f"[bold]{100 * mean:.2f} ± {100 * deviation:.2f}[/bold]")
+    table.caption = f"on {task.reported_on}, {len(task.test):,} rows" + (f"; {task.note}" if task.note else "")
+    console.print(table)
+    console.print(f"numbers in [bold]{out / 'results.json'}[/bold], the best model in [bold]{out / 'model'}[/bold]")

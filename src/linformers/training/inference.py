@@ -1,0 +1,141 @@
+"""Saved models at work: labels or words for lines of text, and a model's perplexity or its score on a task."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, pipeline
+
+from ..config import LinformerConfig
+from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
+from .corpus import Corpus, tokenizer_hash
+from .finetune import length_of, load_tokenizer
+from .metrics import classification_metrics
+from .pretrain import validation_rows, vocabulary_of
+from .rows import IGNORED, as_it_is
+from .tasks import TaskData, collate, encode
+
+
+def predict(
+    model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
+) -> int:
+    """Write a JSON object for each line of text: its label and score, or guesses for its `<mask>`.
+
+    Args:
+        model: the folder of a model.
+        lines: texts; under `pairs` two of them, with a tab between.
+        out: where to write.
+        pairs: whether lines hold pairs.
+        best: how many guesses for a mask.
+        batch_size: lines at once.
+
+    Returns:
+        The number of lines.
+    """
+    tokenizer = load_tokenizer(model)
+    classifies = purpose(model) == "text-classification"
+    if pairs and not classifies:
+        raise ValueError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
+    options: dict[str, Any] = {"truncation": True, "max_length": length_of(model)}
+    worker = pipeline(
+        purpose(model),
+        model=str(model),
+        tokenizer=tokenizer,
+        device=0 if torch.cuda.is_available() else -1,
+        **(options if classifies else {"top_k": best, "tokenizer_kwargs": options}),
+    )
+    count = 0
+    for batch in _batches(_checked(lines, pairs, None if classifies else tokenizer.mask_token), batch_size):
+        inputs = [{"text": a, "text_pair": b} for a, b in (line.split("\t") for line in batch)] if pairs else batch
+        for line, result in zip(batch, worker(inputs, batch_size=batch_size), strict=True):
+            if not classifies:
+                result = {"guesses": [{"word": g["token_str"].strip(), "score": g["score"]} for g in result]}
+            out.write(json.dumps({"text": line, **result}, ensure_ascii=False) + "\n")
+            count += 1
+        out.flush()
+    return count
+
+
+def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batch_size: int = 16) -> dict[str, Any]:
+    """The perplexity of masked words of a corpus's validation set, with the mask that pretraining uses."""
+    if purpose(model) != "fill-mask":
+        raise ValueError(f"model={str(model)!r} predicts no words: perplexity needs a masked-language model")
+    corpus, tokenizer = Corpus.open(data), load_tokenizer(model)
+    if corpus.tokenizer_hash != tokenizer_hash(model):
+        raise ValueError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
+    network = _loaded(LinformerForMaskedLM, model)
+    dataset = validation_rows(corpus, vocabulary_of(tokenizer, corpus.vocab_size), length_of(model), rows)
+    total, count = 0.0, 0
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size, collate_fn=as_it_is)
+    for batch in track(loader, "rows", console=console):
+        with torch.no_grad():
+            loss = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}).loss
+        labelled = int((batch["labels"] != IGNORED).sum())
+        total, count = total + loss.item() * labelled, count + labelled
+    return {"perplexity": math.exp(total / count), "rows": len(dataset), "masked_tokens": count}
+
+
+def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -> dict[str, Any]:
+    """Accuracy and F1 of a classifier on the set of a task that is reported."""
+    if purpose(model) != "text-classification":
+        raise ValueError(f"model={str(model)!r} is no classifier: fine-tune it first")
+    tokenizer, max_length = load_tokenizer(model), length_of(model)
+    names = list(LinformerConfig.from_pretrained(model).id2label.values())
+    if names != task.label_names:
+        raise ValueError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
+    network = _loaded(LinformerForSequenceClassification, model)
+    logits = []
+    loader = DataLoader(
+        encode(task.test, tokenizer, max_length),
+        batch_size,
+        collate_fn=lambda rows: collate(rows, tokenizer.pad_token_id, max_length),
+    )
+    for batch in track(loader, task.name, console=console):
+        inputs = {name: batch[name].to(network.device) for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            logits.append(network(**inputs).logits.float().cpu())
+    metrics = classification_metrics(torch.cat(logits).numpy(), task.test.labels)
+    return {**metrics, "rows": len(task.test), "reported_on": task.reported_on, "note": task.note}
+
+
+def purpose(model: Path) -> str:
+    """What a saved model is for, by its architecture."""
+    load_tokenizer(model)  # says in a sentence what is missing
+    (architecture,) = LinformerConfig.from_pretrained(model).architectures or ["none"]
+    purposes = {"LinformerForMaskedLM": "fill-mask", "LinformerForSequenceClassification": "text-classification"}
+    if architecture not in purposes:
+        raise ValueError(f"model={str(model)!r} is a {architecture}, not one of {', '.join(purposes)}")
+    return purposes[architecture]
+
+
+def _loaded(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
+    return model_class.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _checked(lines: Iterable[str], pairs: bool, mask: str | None) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        line = line.rstrip("\r\n")
+        if pairs and line.count("\t") != 1:
+            raise ValueError(f"line {number} has {line.count(chr(9))} tabs, expected one between two texts")
+        if mask is not None and line.count(mask) != 1:
+            raise ValueError(f"line {number} has {line.count(mask)} times {mask!r}, expected once")
+        yield line
+
+
+def _batches(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for line in lines:
+        batch.append(line)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
