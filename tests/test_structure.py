@@ -19,7 +19,7 @@ LAYERS = [
     {"attention"},
     {"encoder"},
     {"heads"},
-    {"plots"},
+    {"plots", "provenance"},
     {"convert", "training", "analysis", "benchmark"},
     {"demo"},
     {"cli"},

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from .training.tasks import TaskData
 
 app = typer.Typer(
     help="Linformer: self-attention with linear complexity.",
@@ -20,6 +24,10 @@ app = typer.Typer(
 )
 console = Console()
 
+Model = Annotated[Path, typer.Option(help="Folder of a model that pretrain or finetune wrote.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of the data.")]
+Text = Annotated[str, typer.Option(help="The column of a labelled file that holds the text; two with a comma between.")]
+Label = Annotated[str, typer.Option(help="The column that holds the label.")]
 Out = Annotated[Path, typer.Option(help="Folder for what the command writes.")]
 
 
@@ -80,6 +88,77 @@ def pretrain(
 
 
 @app.command()
+def finetune(
+    task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labelled csv, jsonl or parquet file.")],
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder for results and the best model.")],
+    data: Data = None,
+    test: Annotated[Path | None, typer.Option(help="The file to report on, where TASK is a file.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="The file to select on; otherwise 5% of the first.")] = None,
+    text: Text = "text",
+    label: Label = "label",
+    seeds: Annotated[int, typer.Option(help="How many times.")] = 3,
+    epochs: Annotated[int, typer.Option(help="Passes over the training set.")] = 3,
+    batch_size: Annotated[int, typer.Option(help="Rows in an update.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 5e-5,
+    max_length: Annotated[int, typer.Option(help="Tokens of a text that are read; 0: all that the model takes.")] = 0,
+    precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
+) -> None:
+    """Fine-tune a model on a labelled task and report accuracy and F1 over several seeds."""
+    from .training import finetune
+
+    settings = finetune.Settings(
+        seeds=seeds,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        max_length=max_length,
+        precision=precision,
+    )
+    loaded = _task(task, data, test, validation, text, label)
+    sys.exit(finetune.run(loaded, model, out, settings, console, _command()))
+
+
+@app.command()
+def predict(
+    model: Model,
+    file: Annotated[Path | None, typer.Argument(help="Lines of text; standard input if left out.")] = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Lines hold two texts with a tab between.")] = False,
+    best: Annotated[int, typer.Option(help="Guesses for a mask.")] = 5,
+    batch_size: Annotated[int, typer.Option(help="Lines at once.")] = 32,
+) -> None:
+    """Label each line of text, or fill in its <mask>; a JSON object for each."""
+    from .training import inference
+
+    with file.open(encoding="utf-8") if file else nullcontext(sys.stdin) as lines:
+        inference.predict(model, lines, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Data = None,
+    task: Annotated[str | None, typer.Option(help="A task or a labelled file; without one, perplexity.")] = None,
+    text: Text = "text",
+    label: Label = "label",
+    rows: Annotated[int, typer.Option(help="Rows of the validation set that perplexity is of.")] = 1024,
+) -> None:
+    """The perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
+    import json
+
+    from .training import inference
+
+    progress = Console(stderr=True)
+    if task is not None:
+        result = inference.score(model, _task(task, data, None, None, text, label), progress)
+    elif data is not None:
+        result = inference.perplexity(model, data, progress, rows)
+    else:
+        raise ValueError("data is missing: a folder that linformers prepare made, or a task's with --task")
+    console.print_json(json.dumps(result))
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 450,
     out: Out = Path("runs/demo"),
@@ -111,6 +190,18 @@ def bench(
         out=out,
         command=_command(),
         console=console,
+    )
+
+
+def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:
+    """A named task, or a labelled file."""
+    from .training import tasks
+
+    if name in tasks.TASKS or not Path(name).suffix:
+        return tasks.load(name, data)
+    columns = text.split(",")
+    return tasks.load(
+        tasks.custom_task(Path(name), test=test, validation=validation, text_columns=columns, label_column=label), data
     )
 
 

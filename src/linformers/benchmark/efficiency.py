@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -129,20 +128,6 @@ def peak_memory(run: Callable[[], Any], device: str | torch.device) -> int:
 
 def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def environment() -> dict[str, Any]:
-    """What a figure must be read with: hardware and versions."""
-    import transformers
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, list[tuple[float, float]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from .. import plots
 from ..checks import check_size, make_folder
+from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
     UNFUSED,
@@ -22,7 +22,6 @@ from .efficiency import (
     compare_lengths,
     compare_projected_lengths,
     curves,
-    environment,
     mebibytes,
     milliseconds,
     variants,
@@ -100,10 +99,3 @@ def saving_table(cells: Sequence[Cell], n: int) -> Table:
     for cell in cells:
         table.add_row(cell.model, f"{milliseconds(cell):.0f} ms", f"{cell.seconds / cells[0].seconds:.2f}")
     return table
-
-
-def commit() -> str | None:
-    """The commit that this code is at, where it is a git checkout."""
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 import yaml
 
 from ..config import LinformerConfig
+from ..provenance import sentence
 from .corpus import Corpus
 from .recipe import Recipe
 
@@ -67,7 +63,7 @@ a byte-level vocabulary of {corpus.vocab_size:,} tokens.
 {yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
 ```
 
-{made_with(command)}
+{sentence(command)}
 """
 
 
@@ -103,24 +99,8 @@ On {results["rows"]:,} rows that no choice was made on:
 |---|---|---|
 {rows}
 {f"{chr(10)}Note: {note}.{chr(10)}" if note else ""}
-{made_with(command)}
+{sentence(command)}
 """
-
-
-def made_with(command: str) -> str:
-    """Where numbers come from: command, commit, hardware and versions."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return (
-        f"Made by `{command}` at commit {commit() or 'unknown'} on {device}, with Python {platform.python_version()}, "
-        f"torch {torch.__version__} and transformers {transformers.__version__}."
-    )
-
-
-def commit() -> str | None:
-    """The commit that this code is at, where it is a git checkout."""
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase,
 from ..checks import check_choice, check_positive, check_probability, check_size, make_folder
 from ..config import LinformerConfig
 from ..heads import LinformerForSequenceClassification
+from ..provenance import sentence
 from . import card, checkpointing
 from .metrics import classification_metrics, spread
 from .monitor import Monitor
@@ -227,7 +228,7 @@ def _report(
         "accuracy": spread([result["accuracy"] for result in seeds]),
         "f1": spread([result["f1"] for result in seeds]),
         "seeds": seeds,
-        "made_with": card.made_with(command),
+        "made_with": sentence(command),
     }
     best = max(seeds, key=lambda result: result["validation_accuracy"])
     weights = load_file(out / f"seed-{best['seed']}" / f"checkpoint-{best['step']}" / "model.safetensors")

@@ -55,7 +55,10 @@ def predict(
     count = 0
     for batch in _batches(_checked(lines, pairs, None if classifies else tokenizer.mask_token), batch_size):
         inputs = [{"text": a, "text_pair": b} for a, b in (line.split("\t") for line in batch)] if pairs else batch
-        for line, result in zip(batch, worker(inputs, batch_size=batch_size), strict=True):
+        results = worker(inputs, batch_size=batch_size)
+        if not classifies and len(batch) == 1:  # this pipeline unpacks a list of one
+            results = [results]
+        for line, result in zip(batch, results, strict=True):
             if not classifies:
                 result = {"guesses": [{"word": g["token_str"].strip(), "score": g["score"]} for g in result]}
             out.write(json.dumps({"text": line, **result}, ensure_ascii=False) + "\n")

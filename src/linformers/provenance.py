@@ -1,0 +1,39 @@
+"""Where a number comes from: the command, the commit, the hardware and the versions that stand beside it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def environment() -> dict[str, Any]:
+    """Hardware and versions."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def commit() -> str | None:
+    """The commit that this code is at, where it is a git checkout."""
+    folder = Path(__file__).parent
+    result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
+
+
+def sentence(command: str) -> str:
+    """All of it in words."""
+    where = environment()
+    return (
+        f"Made by `{command}` at commit {commit() or 'unknown'} on {where['device']}, with Python {where['python']}, "
+        f"torch {where['torch']} and transformers {where['transformers']}."
+    )
