@@ -1,9 +1,12 @@
 """The command line: what it writes, and how it answers a mistake."""
 
+import io
 import json
+import re
 import sys
 from importlib.metadata import version
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -20,16 +23,20 @@ def small(monkeypatch):
     monkeypatch.setattr(demo, "LENGTHS", (64, 128))
     monkeypatch.setattr(demo, "TOKENS", 256)
     monkeypatch.setattr(demo, "PROJECTED", 16)
+    monkeypatch.setattr(demo, "TRAIN_LENGTH", 64)
+    monkeypatch.setattr(demo, "TRAIN_PROJECTED", 16)
+    monkeypatch.setattr(demo, "VOCABULARY", 400)
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     monkeypatch.setattr(demo, "SIZE", size)
-    monkeypatch.setattr(cli, "console", Console(width=100))
+    files = demo.standard_library()[:60]
+    monkeypatch.setattr(demo, "standard_library", lambda: files)
 
 
 def test_help_lists_the_commands():
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    assert "demo" in result.output
-    assert "bench" in result.output
+    for command in ("prepare", "pretrain", "finetune", "predict", "evaluate", "demo", "bench"):
+        assert command in result.output
 
 
 def test_version():
@@ -37,10 +44,22 @@ def test_version():
     assert result.output.split() == ["linformers", version("linformers")]
 
 
-def test_demo(small, tmp_path, capsys):
+def test_demo(small, tmp_path, monkeypatch):
+    shown = Console(width=100, file=io.StringIO())
+    monkeypatch.setattr(cli, "console", shown)
     result = CliRunner().invoke(app, ["demo", "--steps", "3", "--out", str(tmp_path)], catch_exceptions=False)
     assert result.exit_code == 0
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+    text = shown.file.getvalue()
+    table = {row[0]: row[1:] for row in re.findall(r"│ (\w[\w ]+?) +│ ([\d.]+) +│ ([\d,]*) +│", text)}
+    assert table.keys() == {"Transformer", "Linformer", "without context"}
+    assert 100 < float(table["Linformer"][0]) < 1000
+    assert "linformers predict --model" in text
+    own, twin = (
+        json.loads((tmp_path / name / "run.json").read_text())["recipe"] for name in ("linformer-3", "transformer-3")
+    )
+    assert own["model"].pop("projection") != twin["model"].pop("projection")
+    assert {**own, "out": ""} == {**twin, "out": ""}
 
 
 def test_bench(tmp_path):
@@ -68,7 +87,12 @@ def test_bench(tmp_path):
         (["bench", "--hidden", "100"], "hidden=100 must be a multiple of 64"),
         (["bench", "--lengths", "-5"], "lengths='-5' must be positive whole numbers"),
         (["bench", "--out", __file__], "is no folder that can be written to: File exists"),
-        (["demo", "--steps", "0"], "steps=0 must be at least 1"),
+        (["demo", "--steps", "0"], "steps=0 must be a positive integer"),
+        (["pretrain", "nowhere.yaml"], "recipe 'nowhere.yaml' does not exist"),
+        (["prepare", "nowhere.txt", "--out", "x"], "source 'nowhere.txt' does not exist"),
+        (["finetune", "sst3", "--model", "x", "--out", "y"], "task='sst3' is not one of 'sst2', 'imdb', 'qnli', 'qqp'"),
+        (["predict", "--model", "nowhere"], "model='nowhere' holds no model"),
+        (["evaluate", "--model", "nowhere"], "data is missing"),
         (["demo", "--out", __file__], "is no folder that can be written to: File exists"),
     ],
 )
@@ -102,16 +126,39 @@ def test_timing_is_of_the_right_function():
     assert times["fast"] < times["slow"]
 
 
-def test_masked_bytes():
-    text = demo.standard_library(100_000)
-    rows = demo.MaskedBytes(text, 50)
-    row, again = rows[7], rows[7]
-    assert all(torch.equal(row[name], again[name]) for name in row)
-    ids, labels = (torch.stack([rows[i][name] for i in range(50)]) for name in ("input_ids", "labels"))
-    chosen = labels != -100
-    assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.01)
-    assert (ids[chosen] == demo.MASK).float().mean().item() == pytest.approx(0.8, abs=0.03)
-    kept = ids[chosen] == labels[chosen]
-    assert kept.float().mean().item() == pytest.approx(0.1, abs=0.03)
-    assert ((ids >= demo.FIRST_BYTE) & (ids <= demo.MASK)).all()
-    assert (ids[~chosen] != demo.MASK).all()
+def test_text_to_predictions(tmp_path, monkeypatch, capsys):
+    """The whole way by commands alone: prepare, pretrain, finetune, evaluate, predict."""
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+    random = np.random.default_rng(0)
+    lines = [" ".join(random.choice(words, size=30)) for _ in range(120)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    with (tmp_path / "labelled.csv").open("w") as file:
+        file.write("text,label\n")
+        file.writelines(f"{line},{('short', 'long')[len(line) > 140]}\n" for line in lines)
+    (tmp_path / "recipe.yaml").write_text(
+        f"data: {tmp_path / 'corpus'}\nout: {tmp_path / 'run'}\nsteps: 4\nbatch_size: 4\nworkers: 0\neval_rows: 4\n"
+        "model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16, "
+        "max_position_embeddings: 32, projected_length: 8}\n"
+    )
+
+    def run(*arguments):
+        monkeypatch.setattr(cli, "console", Console(width=100, file=sys.stdout))
+        monkeypatch.setattr(sys, "argv", ["linformers", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(cli, "console", Console(width=100, file=sys.stdout))
+    run(
+        "prepare", tmp_path / "text.jsonl", "--out", tmp_path / "corpus", "--vocab-size", 300, "--validation-share", 0.2
+    )
+    run("pretrain", tmp_path / "recipe.yaml", "seed=3")
+    model = tmp_path / "run" / "model"
+    options = ["--model", model, "--out", tmp_path / "tuned", "--seeds", 1, "--epochs", 1, "--batch-size", 8]
+    run("finetune", tmp_path / "labelled.csv", *options)
+    assert json.loads((tmp_path / "tuned" / "results.json").read_text())["seeds"][0]["seed"] == 0
+    (tmp_path / "lines.txt").write_text("the fox\na dog\n")
+    answers = run("predict", "--model", tmp_path / "tuned" / "model", tmp_path / "lines.txt").splitlines()
+    assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
+    assert json.loads(run("evaluate", "--model", model, "--data", tmp_path / "corpus"))["perplexity"] > 1

@@ -7,8 +7,8 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from linformers.training import pretrain
-from linformers.training.corpus import prepare
 from linformers.training.monitor import read_metrics
+from linformers.training.prepare import prepare
 from linformers.training.recipe import Recipe
 
 QUIET = Console(quiet=True)

@@ -104,7 +104,7 @@ def test_run_of_another_recipe(corpus, tmp_path):
 
 
 def test_corpus_with_another_tokenizer(corpus, tmp_path):
-    from linformers.training.corpus import prepare
+    from linformers.training.prepare import prepare
 
     other = tmp_path / "other"
     text = corpus.parent / "text.jsonl"

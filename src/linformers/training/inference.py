@@ -19,7 +19,7 @@ from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .corpus import Corpus, tokenizer_hash
 from .finetune import length_of, load_tokenizer
 from .metrics import classification_metrics
-from .pretrain import validation_rows, vocabulary_of
+from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
 from .tasks import TaskData, collate, encode
 
@@ -75,7 +75,7 @@ def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batc
     if corpus.tokenizer_hash != tokenizer_hash(model):
         raise ValueError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
     network = _loaded(LinformerForMaskedLM, model)
-    dataset = validation_rows(corpus, vocabulary_of(tokenizer, corpus.vocab_size), length_of(model), rows)
+    dataset = validation_rows(corpus, tokenizer, length_of(model), rows)
     total, count = 0.0, 0
     loader: DataLoader[Any] = DataLoader(dataset, batch_size, collate_fn=as_it_is)
     for batch in track(loader, "rows", console=console):

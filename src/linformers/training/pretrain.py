@@ -38,6 +38,8 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
     out = Path(recipe.out)
     corpus = Corpus.open(Path(recipe.data))
     arguments = training_arguments(recipe)
+    if arguments.should_save:
+        corpus.verify()
     trainer = make_trainer(recipe, corpus, arguments)
     make_folder("out", out)
     if arguments.should_save:
@@ -92,31 +94,35 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
     model = LinformerForMaskedLM(config)
     if recipe.shard:
         shard(model)
-    n, vocabulary = config.max_position_embeddings, vocabulary_of(tokenizer, corpus.vocab_size)
-    train_rows = MaskedRows(
-        corpus.tokens("train"),
-        vocabulary,
-        rows=recipe.steps * recipe.batch_size,
-        length=n,
-        seed=recipe.seed,
-        mask_share=recipe.mask_share,
-        short_rows=recipe.short_rows,
-    )
     return ExactTrainer(
         model,
         arguments,
         data_collator=as_it_is,
-        train_dataset=train_rows,
-        eval_dataset=validation_rows(corpus, vocabulary, n, recipe.eval_rows, recipe.mask_share),
+        train_dataset=training_rows(recipe, corpus, tokenizer),
+        eval_dataset=validation_rows(
+            corpus, tokenizer, config.max_position_embeddings, recipe.eval_rows, recipe.mask_share
+        ),
         processing_class=tokenizer,
     )
 
 
+def training_rows(recipe: Recipe, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> MaskedRows:
+    return MaskedRows(
+        corpus.tokens("train"),
+        vocabulary_of(tokenizer, corpus.vocab_size),
+        rows=recipe.steps * recipe.batch_size,
+        length=recipe.config(vocab_size=corpus.vocab_size).max_position_embeddings,
+        seed=recipe.seed,
+        mask_share=recipe.mask_share,
+        short_rows=recipe.short_rows,
+    )
+
+
 def validation_rows(
-    corpus: Corpus, vocabulary: Vocabulary, length: int, most: int, mask_share: float = 0.15
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, most: int, mask_share: float = 0.15
 ) -> MaskedRows:
     """The first rows of the validation set, with a mask that is the same in every run."""
-    tokens = corpus.tokens("validation")
+    tokens, vocabulary = corpus.tokens("validation"), vocabulary_of(tokenizer, corpus.vocab_size)
     rows = min(most, len(tokens) // length)
     return MaskedRows(
         tokens, vocabulary, rows=rows, length=length, seed=VALIDATION_SEED, mask_share=mask_share, shuffle=False

@@ -1,0 +1,139 @@
+"""Shards of tokens and their manifest: read as one stream, and nothing damaged is taken for whole."""
+
+import hashlib
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from linformers.training import corpus
+from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash
+
+from .texts import TEXTS, run
+
+
+def test_shards_are_one_stream(prepared):
+    opened = Corpus.open(prepared)
+    shards = opened.manifest["splits"]["train"]["shards"]
+    assert len(shards) > 5
+    assert [shard["tokens"] for shard in shards[:-1]] == [1000] * (len(shards) - 1)
+    assert 0 < shards[-1]["tokens"] <= 1000
+    whole = np.concatenate([np.fromfile(prepared / shard["file"], "<u2") for shard in shards])
+    stream = opened.tokens("train")
+    assert len(stream) == len(whole) == opened.manifest["splits"]["train"]["tokens"]
+    size = len(whole)
+    for start, count in [(0, size), (999, 2), (1000, 1000), (500, 3000), (size - 1, 1), (size, 0), (0, 0)]:
+        np.testing.assert_array_equal(stream.read(start, count), whole[start : start + count])
+    assert stream.read(5, 10).dtype == np.uint16
+    stream.read(5, 10)[:] = 0  # a copy: the file stays
+    np.testing.assert_array_equal(stream.read(5, 10), whole[5:15])
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 5), (0, 10**9), (5, -1)])
+def test_reading_past_the_ends_is_refused(prepared, start, count):
+    stream = Corpus.open(prepared).tokens("train")
+    with pytest.raises(ValueError, match=f"tokens {start} to {start + count} are not all among the {len(stream)}"):
+        stream.read(start, count)
+
+
+def test_few_maps_are_open_and_none_is_pickled(prepared, monkeypatch):
+    monkeypatch.setattr(corpus, "OPEN_MAPS", 3)
+    stream = Corpus.open(prepared).tokens("train")
+    whole = stream.read(0, len(stream))
+    assert len(stream._maps) == 3
+    dumped = pickle.dumps(stream)
+    assert len(dumped) < 3000
+    loaded = pickle.loads(dumped)
+    assert isinstance(loaded, TokenStream)
+    np.testing.assert_array_equal(loaded.read(0, len(loaded)), whole)
+
+
+def test_the_manifest_is_true(prepared, source):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    assert manifest["format"] == 1
+    assert manifest["sources"] == [source]
+    assert manifest["vocab_size"] == 400
+    assert manifest["dtype"] == "uint16"
+    assert manifest["tokenizer"] == tokenizer_hash(prepared / "tokenizer")
+    named = []
+    for split in manifest["splits"].values():
+        assert split["tokens"] == sum(shard["tokens"] for shard in split["shards"])
+        for shard in split["shards"]:
+            data = (prepared / shard["file"]).read_bytes()
+            assert (shard["bytes"], shard["tokens"]) == (len(data), len(data) // 2)
+            assert shard["sha256"] == hashlib.sha256(data).hexdigest()
+            named.append(shard["file"])
+    assert sorted(named) == sorted(path.name for path in prepared.glob("*.bin"))
+    assert not list(prepared.glob("*.tmp"))
+    assert manifest["splits"]["train"]["documents"] + manifest["splits"]["validation"]["documents"] == len(TEXTS)
+
+
+def test_a_large_vocabulary_takes_four_bytes(prepared, source, tmp_path, monkeypatch):
+    assert np.iinfo(np.uint16).max == corpus.UINT16_VOCABULARY - 1
+    monkeypatch.setattr(corpus, "UINT16_VOCABULARY", 399)
+    manifest = run([source], tmp_path, shard_tokens=1000)
+    assert manifest["dtype"] == "uint32"
+    assert manifest["splits"]["train"]["shards"][0]["bytes"] == 4000
+    opened = Corpus.open(tmp_path)
+    opened.verify()
+    for split in ("train", "validation"):
+        narrow, wide = Corpus.open(prepared).tokens(split), opened.tokens(split)
+        assert wide.read(0, 1).dtype == np.uint32
+        np.testing.assert_array_equal(wide.read(0, len(wide)), narrow.read(0, len(narrow)))
+
+
+def test_the_tokenizers_hash_is_that_of_what_it_does(prepared, tmp_path):
+    opened = Corpus.open(prepared)
+    tokenizer = opened.tokenizer()
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=4)
+    tokenizer.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() != (prepared / "tokenizer" / "tokenizer.json").read_bytes()
+    assert tokenizer_hash(tmp_path) == opened.tokenizer_hash
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_hash(tmp_path) != opened.tokenizer_hash
+
+
+def test_a_flipped_bit_is_found(copy):
+    path = copy / "train-00003.bin"
+    data = bytearray(path.read_bytes())
+    expected = hashlib.sha256(data).hexdigest()
+    data[777] ^= 4
+    path.write_bytes(data)
+    opened = Corpus.open(copy)
+    found = hashlib.sha256(data).hexdigest()
+    with pytest.raises(ValueError, match=rf"train-00003\.bin has sha256 {found}, expected {expected} \(2000 bytes"):
+        opened.verify()
+
+
+def test_a_shard_of_another_size_is_named(copy):
+    os.truncate(copy / "train-00003.bin", 1500)
+    with pytest.raises(ValueError, match=r"train-00003\.bin has 1500 bytes, expected 2000"):
+        Corpus.open(copy)
+    (copy / "train-00003.bin").unlink()
+    with pytest.raises(ValueError, match=r"train-00003\.bin is missing, expected 2000 bytes"):
+        Corpus.open(copy)
+
+
+def test_another_tokenizer_is_found(copy):
+    path = copy / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"lstrip": true', '"lstrip": false'))
+    with pytest.raises(ValueError, match=rf"{copy / 'tokenizer'} has the hash \w{{64}}, expected \w{{64}}$"):
+        Corpus.open(copy).verify()
+
+
+def test_folders_that_are_no_corpus(copy, tmp_path):
+    with pytest.raises(ValueError, match=f"^{tmp_path} holds no corpus: run linformers prepare$"):
+        Corpus.open(tmp_path)
+    with pytest.raises(ValueError, match="split='test' is not one of 'train', 'validation'"):
+        Corpus.open(copy).tokens("test")
+    for content, message in [
+        ("{", r"manifest\.json is damaged"),
+        ('{"format": 2}', r"manifest\.json has format 2, expected 1"),
+        ("[]", "has format None"),
+    ]:
+        (copy / "manifest.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            Corpus.open(copy)

@@ -1,0 +1,43 @@
+"""A few hundred documents, the corpus made of them, and the way back."""
+
+import json
+import random
+
+import numpy as np
+from rich.console import Console
+
+from linformers.training.prepare import prepare
+
+WORDS = ["the", "attention", "is", "linear", "in", "length", "漢字", "naïve", "🙂", ".", "\n", "x1", "<mask>", "</s>"]
+
+
+def text(seed, words=40):
+    draw = random.Random(seed)
+    return f"Document {seed}. " + " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+TEXTS = [text(seed) for seed in range(200)]
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": item}) + "\n" for item in texts))
+    return str(path)
+
+
+def run(sources, out, **options):
+    options = {"vocab_size": 400, "validation_share": 0.1, "workers": 1} | options
+    return prepare([str(source) for source in sources], out, console=Console(quiet=True), **options)
+
+
+def texts_of(opened, split):
+    """The documents of a split, back from their tokens."""
+    stream, tokenizer = opened.tokens(split), opened.tokenizer()
+    ids = stream.read(0, len(stream))
+    ends = np.flatnonzero(ids == opened.eos_token_id)
+    assert len(ids) == 0 or ends[-1] == len(ids) - 1
+    return [tokenizer.decode(part[:-1]) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def contents(folder):
+    """All that a corpus holds, as bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
