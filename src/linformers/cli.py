@@ -84,6 +84,7 @@ def pretrain(
     from .training import pretrain
     from .training.recipe import read
 
+    _hide_bars()
     sys.exit(pretrain.run(read(recipe, changes or []), console, _command()))
 
 
@@ -115,6 +116,7 @@ def finetune(
         max_length=max_length,
         precision=precision,
     )
+    _hide_bars()
     loaded = _task(task, data, test, validation, text, label)
     sys.exit(finetune.run(loaded, model, out, settings, console, _command()))
 
@@ -130,6 +132,7 @@ def predict(
     """Label each line of text, or fill in its <mask>; a JSON object for each."""
     from .training import inference
 
+    _hide_bars()
     with file.open(encoding="utf-8") if file else nullcontext(sys.stdin) as lines:
         inference.predict(model, lines, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
 
@@ -148,6 +151,7 @@ def evaluate(
 
     from .training import inference
 
+    _hide_bars()
     progress = Console(stderr=True)
     if task is not None:
         result = inference.score(model, _task(task, data, None, None, text, label), progress)
@@ -166,6 +170,7 @@ def demo(
     """Measure and pretrain a Linformer beside its Transformer twin; three minutes on two cores, no download."""
     from . import demo
 
+    _hide_bars()
     sys.exit(demo.run(steps, out, console))
 
 
@@ -203,6 +208,13 @@ def _task(name: str, data: Path | None, test: Path | None, validation: Path | No
     return tasks.load(
         tasks.custom_task(Path(name), test=test, validation=validation, text_columns=columns, label_column=label), data
     )
+
+
+def _hide_bars() -> None:
+    """Transformers has progress bars of its own for loading and saving, which say nothing here."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _command() -> str:

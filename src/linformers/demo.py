@@ -75,11 +75,13 @@ def run(steps: int, out: Path, console: Console) -> int:
     plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), figure, losses)
     model = Path(recipe("Linformer", steps, out).out) / "model"
     console.print(f"\nThe figure: [bold]{figure}[/bold]. What to try next:")
-    console.print(f"  echo 'import <mask>' | linformers predict --model {model}", highlight=False)
-    console.print(f"  linformers demo --steps {10 * steps}", highlight=False)
-    console.print(
-        "  linformers prepare FOLDER --out data/mine, then linformers pretrain recipes/small/cpu.yaml data=data/mine"
-    )
+    for command in (
+        f"echo 'import <mask>' | linformers predict --model {model}",
+        f"linformers demo --steps {10 * steps}",
+        "linformers prepare FOLDER_OF_TEXT --out data/mine",
+        "linformers pretrain recipes/small/cpu.yaml data=data/mine",
+    ):
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed import is_torchelastic_launched
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
-from transformers.trainer_utils import suppress_progress_bars
 
 from .. import plots
 from ..checks import make_folder
@@ -236,8 +235,7 @@ def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, co
     records = read_metrics(out)
 
     def fill(folder: Path) -> None:
-        with suppress_progress_bars():
-            trainer.model.save_pretrained(folder, state_dict=weights)
+        trainer.model.save_pretrained(folder, state_dict=weights)
         corpus.tokenizer().save_pretrained(folder)
         text = card.pretrained(trainer.model.config, recipe, corpus, records, command, num_parameters(trainer.model))
         (folder / "README.md").write_text(text)
