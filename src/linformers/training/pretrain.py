@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import distributed as dist
 from torch import nn
-from torch.distributed import is_torchelastic_launched
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
@@ -34,6 +34,14 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
     Returns:
         The exit code: 0, or 128 plus the number of the signal that stopped the run after saving it.
     """
+    try:
+        return _run(recipe, console, command)
+    finally:
+        if dist.is_initialized():  # a process that ends without leaving the group can abort
+            dist.destroy_process_group()
+
+
+def _run(recipe: Recipe, console: Console, command: str) -> int:
     out = Path(recipe.out)
     corpus = Corpus.open(Path(recipe.data))
     arguments = training_arguments(recipe)
@@ -72,6 +80,7 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
             console.print(f"stopped by a signal; saved at step {trainer.state.global_step}", highlight=False)
         return 128 + trainer.stopped_by
     _finish(trainer, recipe, corpus, out, command)
+    trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
         last = read_metrics(out)[-1]
         console.print(
@@ -172,7 +181,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": not on_gpu,
-        "ddp_backend": "gloo" if is_torchelastic_launched() and not on_gpu else None,
+        "ddp_backend": "gloo" if dist.is_torchelastic_launched() and not on_gpu else None,
     }
     arguments = TrainingArguments(**common, **fixed)
     arguments.per_device_train_batch_size = recipe.rows_per_pass(arguments.world_size)
@@ -183,14 +192,13 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 def shard(model: LinformerForMaskedLM) -> None:
     """Spread each layer's weights over all processes (FSDP)."""
-    from torch.distributed import get_world_size, is_initialized
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if not is_initialized():
+    if not dist.is_initialized():
         raise ValueError("shard=true needs several processes: start the command with torchrun")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device, (get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     model.to(device)
     for layer in model.linformer.layers:
         fully_shard(layer, mesh=mesh)
