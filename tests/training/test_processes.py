@@ -1,13 +1,16 @@
 """Two processes do what one does, in copies (DDP) and in shards (FSDP), and go on from each other's checkpoints."""
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from linformers.training.checkpointing import step_of
 from linformers.training.monitor import read_metrics
 
 from . import small
@@ -17,13 +20,17 @@ ROOT = Path(__file__).parents[2]
 SAME = {"model": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "steps": 20, "log_every": 1}
 
 
-def torchrun(recipe, folder):
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+
+
+def command(recipe, folder):
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe.to_dict()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    return subprocess.run(
-        [*command, "-m", "linformers", "pretrain", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    return [*LAUNCH, "linformers", "pretrain", str(path)]
+
+
+def torchrun(recipe, folder):
+    return subprocess.run(command(recipe, folder), cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def losses(out):
@@ -73,3 +80,26 @@ def test_going_on_with_another_number_of_processes(corpus, single, first, second
 def test_shards_need_processes(corpus, tmp_path):
     with pytest.raises(ValueError, match="shard=true needs several processes: start the command with torchrun"):
         small.train(small.recipe(corpus, tmp_path, shard=True))
+
+
+def test_each_process_holds_its_shard():
+    result = subprocess.run([*LAUNCH, "tests.training.sharding"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_signal_stops_all_processes_after_the_same_step(corpus, tmp_path):
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    options = {**SAME, "steps": 100, "save_every": 1000, "eval_every": 1000}
+    assert small.train(small.recipe(corpus, straight, **options)) == 0
+    recipe = small.recipe(corpus, out, **options, rows_at_once=1)
+    process = subprocess.Popen(
+        command(recipe, tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not losses(out):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert step_of(checkpoint) < 100
+    assert torchrun(recipe, tmp_path).returncode == 0
+    assert losses(out) == pytest.approx(losses(straight), abs=1e-4)

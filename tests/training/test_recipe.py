@@ -1,6 +1,7 @@
 """Recipes: what they say, and one sentence for what they cannot say."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,22 @@ def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
         small.train(small.recipe(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(ValueError, match="rows of 16384 need at least"):
         small.train(small.recipe(corpus, tmp_path / "out", model={"max_position_embeddings": 16384}))
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_damaged_shard_is_named(corpus, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    shard = data / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    size = f"{len(content)} bytes, expected {len(content)}"
+    with pytest.raises(ValueError, match=rf"train-00000.bin has sha256 \w+, expected \w+ \({size}\)"):
+        small.train(small.recipe(data, tmp_path / "out"))
+    shard.write_bytes(content[:-2])
+    with pytest.raises(ValueError, match=f"train-00000.bin has {len(content) - 2} bytes, expected {len(content)}"):
+        small.train(small.recipe(data, tmp_path / "out"))
     assert not (tmp_path / "out" / "run.json").exists()
 
 

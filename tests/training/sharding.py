@@ -1,0 +1,17 @@
+"""Run by torchrun: each process holds a part of every large weight, and no more."""
+
+import torch.distributed as dist
+
+from linformers.training import pretrain
+
+from ..modes import config
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = pretrain.LinformerForMaskedLM(config())
+    whole = pretrain.num_parameters(model)
+    pretrain.shard(model)
+    own = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert pretrain.num_parameters(model) == whole
+    assert own <= 0.55 * whole, (own, whole)
+    dist.destroy_process_group()
