@@ -14,7 +14,7 @@ SOURCE = Path(linformers.__file__).parent
 LAYERS = [
     {"checks"},
     {"config"},
-    {"ops"},
+    {"loading", "ops"},
     {"projections"},
     {"attention"},
     {"encoder"},

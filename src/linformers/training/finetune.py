@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -24,7 +23,7 @@ from .metrics import classification_metrics, spread
 from .monitor import Monitor
 from .recipe import PRECISIONS
 from .tasks import EncodedExamples, EpochOrder, TaskData, collate, encode
-from .trainer import ExactTrainer
+from .trainer import ExactTrainer, arguments_for_all
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,6 @@ def run_seed(
 def training_arguments(
     folder: Path, settings: Settings, steps: int, steps_per_epoch: int, seed: int
 ) -> TrainingArguments:
-    on_gpu = torch.cuda.is_available()
-    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -159,7 +156,6 @@ def training_arguments(
         weight_decay=settings.weight_decay,
         adam_beta2=0.98,
         adam_epsilon=1e-6,
-        optim="adamw_torch_fused",
         logging_steps=max(1, steps_per_epoch // 10),
         eval_strategy="steps",
         eval_steps=steps_per_epoch,
@@ -168,16 +164,8 @@ def training_arguments(
         save_total_limit=1,
         metric_for_best_model="accuracy",
         greater_is_better=True,
-        bf16=bf16,
         seed=seed,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        logging_nan_inf_filter=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        accelerator_config={"non_blocking": on_gpu},
+        **arguments_for_all(settings.precision),
     )
 
 

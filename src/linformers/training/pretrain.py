@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,7 +21,7 @@ from .corpus import Corpus
 from .monitor import Monitor, read_metrics
 from .recipe import Recipe, differences
 from .rows import MaskedRows, Vocabulary, as_it_is
-from .trainer import ExactTrainer
+from .trainer import ExactTrainer, arguments_for_all
 
 # The mask of the validation set is the same in every run, so that perplexities can be compared.
 VALIDATION_SEED = 2**40
@@ -143,47 +142,34 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
-    bf16 = recipe.precision == "bf16" or (recipe.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
-    common: dict[str, Any] = {
-        "output_dir": recipe.out,
-        "max_steps": recipe.steps,
-        "learning_rate": recipe.learning_rate,
-        "lr_scheduler_type": recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
-        "warmup_steps": recipe.warmup_steps,
-        "adam_beta1": recipe.adam_beta1,
-        "adam_beta2": recipe.adam_beta2,
-        "adam_epsilon": recipe.adam_epsilon,
-        "weight_decay": recipe.weight_decay,
-        "max_grad_norm": recipe.max_grad_norm,
-        "optim": "adamw_torch_fused",
-        "logging_steps": recipe.log_every,
-        "eval_strategy": "steps",
-        "eval_steps": recipe.eval_every,
-        "save_strategy": "steps",
-        "save_steps": recipe.save_every,
-        "save_total_limit": recipe.keep,
-        "bf16": bf16,
-        "torch_compile": recipe.compile == "yes" or (recipe.compile == "auto" and on_gpu),
-        "gradient_checkpointing": recipe.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if recipe.gradient_checkpointing else None,
-        "dataloader_num_workers": recipe.workers,
-        "dataloader_prefetch_factor": 4 if recipe.workers else None,
-        "dataloader_pin_memory": on_gpu,
-        "seed": recipe.seed,
-    }
-    fixed: dict[str, Any] = {
-        "train_sampling_strategy": "sequential",  # rows are in random order by themselves
-        "remove_unused_columns": False,
-        "logging_nan_inf_filter": False,  # what is not finite stops the run instead
-        "prediction_loss_only": True,
-        "ddp_find_unused_parameters": False,
-        "accelerator_config": {"non_blocking": on_gpu},  # copying a batch must not wait for the step before
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": not on_gpu,
-        "ddp_backend": "gloo" if dist.is_torchelastic_launched() and not on_gpu else None,
-    }
-    arguments = TrainingArguments(**common, **fixed)
+    arguments = TrainingArguments(
+        output_dir=recipe.out,
+        max_steps=recipe.steps,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="constant_with_warmup" if recipe.schedule == "constant" else recipe.schedule,
+        warmup_steps=recipe.warmup_steps,
+        adam_beta1=recipe.adam_beta1,
+        adam_beta2=recipe.adam_beta2,
+        adam_epsilon=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        logging_steps=recipe.log_every,
+        eval_strategy="steps",
+        eval_steps=recipe.eval_every,
+        save_strategy="steps",
+        save_steps=recipe.save_every,
+        save_total_limit=recipe.keep,
+        torch_compile=recipe.compile == "yes" or (recipe.compile == "auto" and on_gpu),
+        gradient_checkpointing=recipe.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if recipe.gradient_checkpointing else None,
+        dataloader_num_workers=recipe.workers,
+        dataloader_prefetch_factor=4 if recipe.workers else None,
+        seed=recipe.seed,
+        prediction_loss_only=True,
+        ddp_find_unused_parameters=False,
+        ddp_backend="gloo" if dist.is_torchelastic_launched() and not on_gpu else None,
+        **arguments_for_all(recipe.precision),
+    )
     arguments.per_device_train_batch_size = recipe.rows_per_pass(arguments.world_size)
     arguments.per_device_eval_batch_size = recipe.rows_per_pass(arguments.world_size)
     arguments.gradient_accumulation_steps = recipe.accumulation(arguments.world_size)

@@ -239,6 +239,23 @@ class ExactTrainer(Trainer):
         )
 
 
+def arguments_for_all(precision: str) -> dict[str, Any]:
+    """Training arguments that every run of an `ExactTrainer` has; bf16 by default where the hardware has it."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "optim": "adamw_torch_fused",
+        "bf16": precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
+        "train_sampling_strategy": "sequential",  # rows are in random order by themselves
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # what is not finite stops the run instead
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "accelerator_config": {"non_blocking": on_gpu},  # copying a batch must not wait for the step before
+    }
+
+
 class Later:
     """A number that is on its way from the device, while the host goes on."""
 
