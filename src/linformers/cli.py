@@ -149,12 +149,18 @@ def evaluate(
     """The perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
     import json
 
-    from .training import inference
+    from .config import LinformerConfig
+    from .training import inference, tasks
 
     _hide_bars()
     progress = Console(stderr=True)
     if task is not None:
-        result = inference.score(model, _task(task, data, None, None, text, label), progress)
+        if Path(task).suffix:
+            names = list(LinformerConfig.from_pretrained(model).id2label.values())
+            loaded = tasks.labelled_file(Path(task), text.split(","), label, names)
+        else:
+            loaded = _task(task, data, None, None, text, label)
+        result = inference.score(model, loaded, progress)
     elif data is not None:
         result = inference.perplexity(model, data, progress, rows)
     else:
@@ -203,6 +209,10 @@ def _task(name: str, data: Path | None, test: Path | None, validation: Path | No
     from .training import tasks
 
     if name in tasks.TASKS or not Path(name).suffix:
+        given = {"test": test, "validation": validation, "text": text != "text", "label": label != "label"}
+        for option, value in given.items():
+            if value:
+                raise ValueError(f"{option} has no effect on task {name!r}, whose files and columns are known")
         return tasks.load(name, data)
     columns = text.split(",")
     return tasks.load(
@@ -215,6 +225,7 @@ def _hide_bars() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a new head for a pretrained encoder is meant
 
 
 def _command() -> str:

@@ -152,7 +152,7 @@ def test_a_name_on_the_hub_needs_datasets(tmp_path, monkeypatch):
         ({"workers": 0}, "workers=0 must be a positive integer"),
         ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere' cannot be loaded from a folder or the hub: "),
         ({"text_column": "body"}, "has no column 'body'; its columns are 'text'"),
-        ({"validation_share": 1e-9}, "validation_share=1e-09 of 200 documents is none; choose a larger share or name"),
+        ({"validation_share": 1e-9}, "validation_share=1e-09 of 200 documents is none; name validation sources"),
     ],
 )
 def test_wrong_arguments(options, message, source, tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ def write_whole(folder: Path, fill: Callable[[Path], None]) -> None:
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (*files, unfinished / MANIFEST, unfinished):
             _flush(path)
+        for path in files:
+            path.chmod(0o644)  # safetensors writes for the owner alone
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -51,6 +55,8 @@ def damage(folder: Path) -> str | None:
         return f"{folder} has no {MANIFEST}"
     except ValueError:
         return f"{folder / MANIFEST} is not JSON"
+    if not isinstance(manifest, dict):
+        return f"{folder / MANIFEST} is no list of files"
     for name, expected in manifest.items():
         path = folder / name
         if not path.is_file():
@@ -176,12 +182,31 @@ def load_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def claim(run: Path, what: dict[str, Any]) -> dict[str, Any]:
-    """Write down what a folder is used for, unless something is written there already; what is there then."""
+def claim(run: Path, kind: str, what: dict[str, Any], begun: bool) -> dict[str, Any]:
+    """Write down what a folder is used for, unless work was begun there for something; what it is used for then."""
     path = run / "run.json"
-    if not path.exists():
-        write_text(path, json.dumps(what, indent=1) + "\n")
+    if begun and path.exists():
+        try:
+            saved = json.loads(path.read_text())
+            own = saved["kind"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged: it does not say what this folder was used for") from None
+        if own != kind:
+            raise ValueError(f"out={str(run)!r} holds a run of linformers {own}; choose another folder")
+        return saved
+    write_text(path, json.dumps({"kind": kind, **what}, indent=1) + "\n")
     return json.loads(path.read_text())
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Keep a folder from other processes; the lock of one that was killed is gone with it."""
+    with (run / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"out={str(run)!r} is in use by another process; wait for it, or choose another") from None
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -114,6 +114,12 @@ class Corpus:
         return AutoTokenizer.from_pretrained(self.folder / TOKENIZER)
 
     @property
+    def hash(self) -> str:
+        """What tells this corpus from others: the hash of its shards' hashes."""
+        hashes = [shard["sha256"] for shard in self._shards()]
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+    @property
     def vocab_size(self) -> int:
         return self.manifest["vocab_size"]
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase,
 
 from ..checks import check_choice, check_positive, check_probability, check_size, make_folder
 from ..config import LinformerConfig
+from ..encoder import LinformerModel
 from ..heads import LinformerForSequenceClassification
 from ..provenance import sentence
 from . import card, checkpointing
@@ -70,17 +71,41 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
         The exit code: 0, or 128 plus the number of the signal that stopped it.
     """
     tokenizer, max_length = load_tokenizer(model), length_of(model, settings.max_length)
+    tokenizer.model_max_length = max_length  # what the model was tuned for goes with it
+    sets = {name: encode(getattr(task, name), tokenizer, max_length) for name in ("train", "validation", "test")}
     make_folder("out", out)
-    what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings)}
-    for name, before in checkpointing.claim(out, what).items():
-        if before != what[name] and name != "seeds":
+    with checkpointing.locked(out):
+        _claim(task, model, out, settings)
+        return _run_seeds(task, model, out, settings, sets, tokenizer, max_length, console, command)
+
+
+def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
+    """Refuse a folder in which something else was begun."""
+    what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "data": task.hash()}
+    begun = any(out.glob("seed-*/checkpoint-*"))
+    for name, before in checkpointing.claim(out, "finetune", what, begun).items():
+        if name == "data" and before != what[name]:
+            raise ValueError(f"out={str(out)!r} holds a run on other data; choose another folder")
+        if name not in ("kind", "seeds") and before != what[name]:
             raise ValueError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
+
+
+def _run_seeds(
+    task: TaskData,
+    model: Path,
+    out: Path,
+    settings: Settings,
+    sets: dict[str, EncodedExamples],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    console: Console,
+    command: str,
+) -> int:
     console.print(
         f"{task.name}: {len(task.train):,} rows to train, {len(task.validation):,} to select, "
         f"{len(task.test):,} to report ({task.reported_on})",
         highlight=False,
     )
-    sets = {name: encode(getattr(task, name), tokenizer, max_length) for name in ("train", "validation", "test")}
     for seed in range(settings.seeds):
         folder = out / f"seed-{seed}"
         if (folder / "result.json").exists():
@@ -123,13 +148,16 @@ def run_seed(
         trainer, folder, console, title=title, score="accuracy", unit="rows", units_per_step=settings.batch_size
     )
     trainer.add_callback(monitor)
-    resume = checkpointing.newest_whole(folder, lambda message: console.print(f"[yellow]{message}[/yellow]"))
+    resume = checkpointing.newest_whole(folder, lambda message: console.print(message, style="yellow", markup=False))
+    if resume is not None:
+        console.print(f"seed {seed} goes on from step {checkpointing.step_of(resume)}", highlight=False)
     with monitor:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if trainer.stopped_by is not None:
+        console.print(f"stopped by a signal; seed {seed} is saved at step {trainer.state.global_step}", highlight=False)
         return 128 + trainer.stopped_by
     best = trainer.state.best_global_step
-    trainer._load_from_checkpoint(str(folder / f"checkpoint-{best}"))
+    trainer._load_from_checkpoint(str(_whole(folder, best)))
     reported = trainer.evaluate(sets["test"], metric_key_prefix="test")
     result = {
         "seed": seed,
@@ -161,7 +189,7 @@ def training_arguments(
         eval_steps=steps_per_epoch,
         save_strategy="steps",
         save_steps=steps_per_epoch,
-        save_total_limit=1,
+        save_total_limit=2,  # of 1, transformers would delete the newest for the best
         metric_for_best_model="accuracy",
         greater_is_better=True,
         seed=seed,
@@ -170,11 +198,21 @@ def training_arguments(
 
 
 def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClassification:
-    """A classifier with the encoder of a pretrained model and a new head."""
-    labels = dict(enumerate(label_names))
-    return LinformerForSequenceClassification.from_pretrained(
-        folder, id2label=labels, label2id={name: number for number, name in labels.items()}
-    )
+    """A classifier with the encoder of a saved model, whatever its head, and a new head."""
+    encoder = LinformerModel.from_pretrained(folder)
+    encoder.config.id2label = dict(enumerate(label_names))
+    encoder.config.label2id = {name: number for number, name in enumerate(label_names)}
+    classifier = LinformerForSequenceClassification(encoder.config)
+    classifier.linformer.load_state_dict(encoder.state_dict())
+    return classifier
+
+
+def _whole(folder: Path, step: int) -> Path:
+    """The checkpoint of a step, once its hashes have been checked."""
+    checkpoint = folder / f"checkpoint-{step}"
+    if wrong := checkpointing.damage(checkpoint):
+        raise ValueError(f"the best checkpoint is damaged: {wrong}; delete {folder} and run the command again")
+    return checkpoint
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -190,7 +228,7 @@ def length_of(folder: Path, asked: int = 0) -> int:
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
     if asked > n:
         raise ValueError(f"max_length={asked} exceeds the n={n} of the model; resize it with model.resize_length first")
-    return asked or n
+    return asked or min(n, load_tokenizer(folder).model_max_length)
 
 
 def _metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -219,7 +257,7 @@ def _report(
         "made_with": sentence(command),
     }
     best = max(seeds, key=lambda result: result["validation_accuracy"])
-    weights = load_file(out / f"seed-{best['seed']}" / f"checkpoint-{best['step']}" / "model.safetensors")
+    weights = load_file(_whole(out / f"seed-{best['seed']}", best["step"]) / "model.safetensors")
 
     def fill(folder: Path) -> None:
         classifier = load_model(model, task.label_names)
@@ -237,4 +275,4 @@ def _report(
         table.add_row(name, *values, f"[bold]{100 * mean:.2f} ± {100 * deviation:.2f}[/bold]")
     table.caption = f"on {task.reported_on}, {len(task.test):,} rows" + (f"; {task.note}" if task.note else "")
     console.print(table)
-    console.print(f"numbers in [bold]{out / 'results.json'}[/bold], the best model in [bold]{out / 'model'}[/bold]")
+    console.print(f"numbers in {out / 'results.json'}, the best model in {out / 'model'}", markup=False)

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, pipeline
+from transformers.pipelines.base import PipelineException
 
+from ..checks import check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .corpus import Corpus, tokenizer_hash
@@ -40,7 +42,11 @@ def predict(
     Returns:
         The number of lines.
     """
+    check_size("best", best)
+    check_size("batch_size", batch_size)
     tokenizer = load_tokenizer(model)
+    if best > len(tokenizer):
+        raise ValueError(f"best={best} exceeds the {len(tokenizer)} words of the vocabulary")
     classifies = purpose(model) == "text-classification"
     if pairs and not classifies:
         raise ValueError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
@@ -55,7 +61,10 @@ def predict(
     count = 0
     for batch in _batches(_checked(lines, pairs, None if classifies else tokenizer.mask_token), batch_size):
         inputs = [{"text": a, "text_pair": b} for a, b in (line.split("\t") for line in batch)] if pairs else batch
-        results = worker(inputs, batch_size=batch_size)
+        try:
+            results = worker(inputs, batch_size=batch_size)
+        except PipelineException as error:
+            raise ValueError(f"a {tokenizer.mask_token} stands beyond the {length_of(model)} tokens read") from error
         if not classifies and len(batch) == 1:  # this pipeline unpacks a list of one
             results = [results]
         for line, result in zip(batch, results, strict=True):
@@ -69,11 +78,13 @@ def predict(
 
 def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batch_size: int = 16) -> dict[str, Any]:
     """The perplexity of masked words of a corpus's validation set, with the mask that pretraining uses."""
+    check_size("rows", rows)
     if purpose(model) != "fill-mask":
         raise ValueError(f"model={str(model)!r} predicts no words: perplexity needs a masked-language model")
     corpus, tokenizer = Corpus.open(data), load_tokenizer(model)
     if corpus.tokenizer_hash != tokenizer_hash(model):
         raise ValueError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
+    corpus.verify()
     network = _loaded(LinformerForMaskedLM, model)
     dataset = validation_rows(corpus, tokenizer, length_of(model), rows)
     total, count = 0.0, 0

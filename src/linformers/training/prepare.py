@@ -135,7 +135,7 @@ def prepare(
     for name, split in splits.items():
         counts = f"{split['documents']:,} documents, {split['tokens']:,} tokens, {len(split['shards']):,} shards"
         console.print(f"{name}: {counts}", highlight=False)
-    console.print(f"Written to [bold]{out}[/bold] at {rate:,.0f} tokens a second", highlight=False)
+    console.print(f"Written to {out} at {rate:,.0f} tokens a second", highlight=False, markup=False)
     return manifest
 
 
@@ -257,11 +257,15 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
 
 def _refuse_empty(splits: dict[str, Split], share: float) -> None:
     if splits["train"]["documents"] == 0:
+        if splits["validation"]["documents"]:
+            raise ValueError(
+                f"validation_share={share} leaves no document to train on; name validation sources instead"
+            )
         raise ValueError("the sources hold no text to train on")
     if splits["validation"]["documents"] == 0:
         raise ValueError(
             f"validation_share={share} of {splits['train']['documents']} documents is none; "
-            "choose a larger share or name validation sources"
+            "name validation sources, or choose a larger share of more documents"
         )
 
 

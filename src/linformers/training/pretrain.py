@@ -43,11 +43,19 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
 def _run(recipe: Recipe, console: Console, command: str) -> int:
     out = Path(recipe.out)
     corpus = Corpus.open(Path(recipe.data))
-    arguments = training_arguments(recipe)
-    if arguments.should_save:
-        corpus.verify()
-    trainer = make_trainer(recipe, corpus, arguments)
     make_folder("out", out)
+    arguments = training_arguments(recipe)
+    if not arguments.should_save:
+        return _train(recipe, corpus, arguments, out, Console(quiet=True), command)
+    corpus.verify()
+    with checkpointing.locked(out):
+        return _train(recipe, corpus, arguments, out, console, command)
+
+
+def _train(
+    recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, out: Path, console: Console, command: str
+) -> int:
+    trainer = make_trainer(recipe, corpus, arguments)
     if arguments.should_save:
         _claim(out, recipe, corpus)
         checkpointing.remove_unfinished(out)
@@ -56,7 +64,7 @@ def _run(recipe: Recipe, console: Console, command: str) -> int:
         console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
         return 0
 
-    resume = checkpointing.newest_whole(out, lambda message: console.print(f"[yellow]{message}[/yellow]"))
+    resume = checkpointing.newest_whole(out, lambda message: console.print(message, style="yellow", markup=False))
     n = trainer.model.config.max_position_embeddings
     flops = flops_per_token(trainer.model.config, recipe.mask_share)
     monitor = Monitor(
@@ -130,6 +138,11 @@ def validation_rows(
 ) -> MaskedRows:
     """The first rows of the validation set, with a mask that is the same in every run."""
     tokens, vocabulary = corpus.tokens("validation"), vocabulary_of(tokenizer, corpus.vocab_size)
+    if len(tokens) < length:
+        raise ValueError(
+            f"the validation split of {str(corpus.folder)!r} has {len(tokens)} tokens, fewer than a row of {length}; "
+            "prepare it with a larger validation share"
+        )
     rows = min(most, len(tokens) // length)
     return MaskedRows(
         tokens, vocabulary, rows=rows, length=length, seed=VALIDATION_SEED, mask_share=mask_share, shuffle=False
@@ -213,12 +226,16 @@ def num_parameters(model: nn.Module) -> int:
 
 def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
     """Write down what is trained in a folder; refuse another recipe, or another tokenizer, than was begun there."""
-    saved = checkpointing.claim(out, {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash})
+    what = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash, "corpus": corpus.hash}
+    begun = (out / "model").exists() or bool(checkpointing.checkpoints(out))
+    saved = checkpointing.claim(out, "pretrain", what, begun)
     if changed := differences(recipe, saved["recipe"]):
         listed = "; ".join(changed)
         raise ValueError(f"out={recipe.out!r} holds a run of another recipe: {listed}; choose another out")
     if saved["tokenizer"] != corpus.tokenizer_hash:
         raise ValueError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
+    if saved["corpus"] != corpus.hash:
+        raise ValueError(f"data={recipe.data!r} is another corpus than that of the run in out={recipe.out!r}")
 
 
 def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, command: str) -> None:
@@ -230,7 +247,9 @@ def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, co
 
     def fill(folder: Path) -> None:
         trainer.model.save_pretrained(folder, state_dict=weights)
-        corpus.tokenizer().save_pretrained(folder)
+        tokenizer = corpus.tokenizer()
+        tokenizer.model_max_length = trainer.model.config.max_position_embeddings
+        tokenizer.save_pretrained(folder)
         text = card.pretrained(trainer.model.config, recipe, corpus, records, command, num_parameters(trainer.model))
         (folder / "README.md").write_text(text)
 

@@ -124,9 +124,10 @@ class Recipe:
         """Passes of each of `processes` processes in an update."""
         at_once = self.rows_per_pass(processes)
         if self.batch_size % (at_once * processes):
-            raise ValueError(
-                f"batch_size={self.batch_size} is not a multiple of rows_at_once={at_once} times {processes} processes"
+            each = (
+                f"rows_at_once={at_once} times {processes} processes" if self.rows_at_once else f"{processes} processes"
             )
+            raise ValueError(f"batch_size={self.batch_size} is not a multiple of {each}")
         return self.batch_size // (at_once * processes)
 
     def rows_per_pass(self, processes: int) -> int:
@@ -147,7 +148,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
         section, _, key = name.partition(".")
         if key:
             _check_name(section, ["model"])
-            values["model"] = {**values.get("model", {}), key: value}
+            values["model"] = {**(values.get("model") or {}), key: value}
         else:
             values[name] = value
     return make(values, str(path))
@@ -156,7 +157,9 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
 def make(values: Mapping[str, Any], where: str) -> Recipe:
     names = [f.name for f in dataclasses.fields(Recipe)]
     for name in values:
-        _check_name(name, names)
+        _check_name(str(name), names)
+    if isinstance(values.get("compile"), bool):  # YAML takes yes and no for truth
+        values = {**values, "compile": "yes" if values["compile"] else "no"}
     for f in dataclasses.fields(Recipe):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values:
             raise ValueError(f"{where} has no {f.name!r}; add it, or pass {f.name}=…")
@@ -173,12 +176,14 @@ def differences(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, depth: int = 0) -> dict[str, Any]:
     """The values of a file over those of the one that it names as its `base`."""
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"recipe {str(path)!r} does not exist") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text in UTF-8") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -187,7 +192,11 @@ def _load(path: Path) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    inherited = _load(path.parent / base)
+    if not isinstance(base, str) or depth > 8:
+        raise ValueError(f"{path} has base={base!r}, expected the name of another recipe")
+    inherited = _load(path.parent / base, depth + 1)
+    if not isinstance(values.get("model") or {}, dict):
+        raise ValueError(f"model={values['model']!r} must be fields of LinformerConfig, such as projected_length: 128")
     return {**inherited, **values, "model": {**inherited.get("model", {}), **(values.get("model") or {})}}
 
 

@@ -124,6 +124,23 @@ class TaskData:
     reported_on: str
     note: str
 
+    def hash(self) -> str:
+        """What tells this data from other data: all texts and labels of all sets."""
+        digest = blake2b(repr((self.label_names, self.reported_on)).encode(), digest_size=16)
+        for examples in (self.train, self.validation, self.test):
+            for text in chain(examples.texts, examples.pairs or ()):
+                digest.update(text.encode() + b"\0")
+            digest.update(examples.labels.tobytes())
+        return digest.hexdigest()
+
+
+def labelled_file(path: Path, text_columns: Sequence[str], label_column: str, label_names: Sequence[str]) -> TaskData:
+    """All rows of a labelled table, for a model that knows the labels already."""
+    task = custom_task(path, text_columns=text_columns, label_column=label_column)
+    source = _find(task, None, path)
+    rows = _examples(task, source, _read(task, source), {name: number for number, name in enumerate(label_names)})
+    return TaskData(task.name, rows, rows, rows, list(label_names), path.name, "")
+
 
 def custom_task(
     train: Path,

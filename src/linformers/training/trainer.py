@@ -194,6 +194,14 @@ class ExactTrainer(Trainer):
         """Not counted here: it would walk through all parameters in each step."""
         return 0
 
+    def get_train_dataloader(self) -> Any:
+        """Workers leave signals to the training process: one that died of SIGTERM would take the run with it."""
+        loader = super().get_train_dataloader()
+        for own in (loader, getattr(loader, "base_dataloader", None)):
+            if own is not None:
+                own.worker_init_fn = functools.partial(_ignore_signals, own.worker_init_fn)
+        return loader
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         began = time.perf_counter()
         batches = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -237,6 +245,13 @@ class ExactTrainer(Trainer):
             f"loss or gradients are not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
             f"the weights were not changed, and {kept}"
         )
+
+
+def _ignore_signals(then: Any, worker: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def arguments_for_all(precision: str) -> dict[str, Any]:

@@ -1,0 +1,184 @@
+"""What people stumbled over: other data in a folder in use, signals to whole groups, recipes of odd shapes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from linformers.training import checkpointing, finetune, inference, recipe, tasks
+
+from . import small
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(message):
+    return pytest.raises(ValueError, match=re.escape(message))
+
+
+def table(path, rows, labels=("cat", "dog")):
+    lines = [f"{labels[i % len(labels)]} {i} sits,{labels[i % len(labels)]}" for i in range(rows)]
+    path.write_text("text,label\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pretrained(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("pretrained")
+    assert small.train(small.recipe(corpus, out, steps=4)) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tuned(pretrained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned")
+    task = tasks.load(tasks.custom_task(table(folder / "a.csv", 120)))
+    assert finetune.run(task, pretrained / "model", folder / "out", SETTINGS, small.QUIET, "") == 0
+    return folder
+
+
+SETTINGS = finetune.Settings(seeds=1, epochs=2, batch_size=8, max_length=16)
+
+
+def test_signal_to_a_whole_group_saves(corpus, tmp_path):
+    """As `timeout` and schedulers send it: the processes that read ahead get it too."""
+    path = tmp_path / "recipe.yaml"
+    own = small.recipe(corpus, tmp_path / "run", steps=5000, workers=2, log_every=5, save_every=10_000)
+    path.write_text(yaml.safe_dump(own.to_dict()))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "linformers", "pretrain", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while process.poll() is None and len(small.read_metrics(tmp_path / "run")) < 2:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors[-2000:]
+    assert checkpointing.newest_whole(tmp_path / "run", print) is not None
+
+
+def test_folder_in_use(corpus, tmp_path):
+    with checkpointing.locked(tmp_path), refused("is in use by another process"):
+        small.train(small.recipe(corpus, tmp_path))
+    assert small.train(small.recipe(corpus, tmp_path, steps=2)) == 0
+
+
+def test_other_corpus_of_the_same_tokenizer(corpus, tmp_path):
+    from linformers.training.prepare import prepare
+
+    text = tmp_path / "other.jsonl"
+    lines = (corpus.parent / "text.jsonl").read_text().splitlines()[:150]
+    text.write_text("\n".join(lines) + "\n")
+    options = {"tokenizer": str(corpus / "tokenizer"), "validation_share": 0.1, "workers": 1}
+    prepare([str(text)], tmp_path / "other", **options, console=small.QUIET)
+    assert small.train(small.recipe(corpus, tmp_path / "run", steps=4)) == 0
+    with refused("is another corpus than that of the run in out="):
+        small.train(small.recipe(tmp_path / "other", tmp_path / "run", steps=4))
+
+
+def test_other_data_in_the_folder_of_a_task(tuned, pretrained):
+    other = tasks.load(tasks.custom_task(table(tuned / "a.csv", 140)))
+    with refused("holds a run on other data; choose another folder"):
+        finetune.run(other, pretrained / "model", tuned / "out", SETTINGS, small.QUIET, "")
+    table(tuned / "a.csv", 120)
+
+
+def test_folder_of_another_command(tuned, pretrained, corpus):
+    task = tasks.load(tasks.custom_task(table(tuned / "a.csv", 120)))
+    shutil.copytree(tuned / "out" / "seed-0", pretrained / "seed-0", dirs_exist_ok=True)
+    with refused("holds a run of linformers pretrain; choose another folder"):
+        finetune.run(task, pretrained / "model", pretrained, SETTINGS, small.QUIET, "")
+
+
+def test_failed_attempt_does_not_claim_a_folder(pretrained, tmp_path):
+    task = tasks.load(tasks.custom_task(table(tmp_path / "a.csv", 60)))
+    with refused("max_length=2 leaves no room"):
+        finetune.run(task, pretrained / "model", tmp_path / "out", finetune.Settings(max_length=2), small.QUIET, "")
+    assert finetune.run(task, pretrained / "model", tmp_path / "out", SETTINGS, small.QUIET, "") == 0
+
+
+def test_damaged_best_checkpoint_is_not_saved_as_the_model(tuned, pretrained, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(tuned / "out", out)
+    step = json.loads((out / "seed-0" / "result.json").read_text())["step"]
+    weights = out / "seed-0" / f"checkpoint-{step}" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    task = tasks.load(tasks.custom_task(table(tuned / "a.csv", 120)))
+    with refused("the best checkpoint is damaged: "):
+        finetune.run(task, pretrained / "model", out, SETTINGS, small.QUIET, "")
+
+
+def test_length_goes_with_the_model(tuned, pretrained):
+    assert finetune.length_of(tuned / "out" / "model") == 16
+    assert finetune.length_of(pretrained / "model") == 32
+
+
+def test_tuned_model_is_tuned_again_with_other_labels(tuned, tmp_path):
+    task = tasks.load(tasks.custom_task(table(tmp_path / "b.csv", 90, labels=("x", "y", "z"))))
+    model = tuned / "out" / "model"
+    assert finetune.run(task, model, tmp_path / "out", SETTINGS, small.QUIET, "") == 0
+    assert finetune.LinformerConfig.from_pretrained(tmp_path / "out" / "model").num_labels == 3
+
+
+def test_whole_file_is_scored(tuned):
+    rows = tasks.labelled_file(table(tuned / "c.csv", 50), ["text"], "label", ["cat", "dog"])
+    assert inference.score(tuned / "out" / "model", rows, small.QUIET)["rows"] == 50
+    with pytest.raises(ValueError, match="bird"):
+        tasks.labelled_file(table(tuned / "d.csv", 9, labels=("bird",)), ["text"], "label", ["cat", "dog"])
+
+
+@pytest.mark.parametrize(("text", "value"), [("yes", "yes"), ("no", "no"), ("auto", "auto")])
+def test_yes_and_no(tmp_path, text, value):
+    (tmp_path / "r.yaml").write_text("data: d\nout: o\nsteps: 1\n")
+    assert recipe.read(tmp_path / "r.yaml", [f"compile={text}"]).compile == value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("base: r.yaml\n", "has base='r.yaml', expected the name of another recipe"),
+        ("base: 5\n", "has base=5, expected the name of another recipe"),
+        ("1: 2\n", "'1' is not a key of a recipe"),
+        ("data: d\nout: o\nsteps: 1\nmodel: 5\n", "model=5 must be fields of LinformerConfig"),
+    ],
+)
+def test_odd_recipes(tmp_path, content, message):
+    (tmp_path / "r.yaml").write_text(content)
+    with refused(message):
+        recipe.read(tmp_path / "r.yaml")
+
+
+def test_damaged_notes(pretrained, corpus, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(pretrained, out)
+    for content in ("", "{}", "[]"):
+        (out / "run.json").write_text(content)
+        with refused("run.json is damaged: it does not say what this folder was used for"):
+            small.train(small.recipe(corpus, out, steps=4))
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "manifest.json").write_text("[]")
+    assert checkpointing.damage(tmp_path / "checkpoint-3").endswith("manifest.json is no list of files")
+
+
+def test_numbers_of_predict_and_evaluate(pretrained, corpus):
+    import io
+
+    with refused("best=100000 exceeds the 300 words of the vocabulary"):
+        inference.predict(pretrained / "model", [], io.StringIO(), best=100_000)
+    with refused("rows=0 must be a positive integer"):
+        inference.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
+    with refused("a <mask> stands beyond the 32 tokens read"):
+        inference.predict(pretrained / "model", ["the dog " * 50 + "<mask>"], io.StringIO())
