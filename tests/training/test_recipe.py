@@ -116,6 +116,8 @@ def test_run_of_another_recipe(corpus, tmp_path):
     message = r"holds a run of another recipe: learning_rate was 0.003 and is 0.1 now; choose another out"
     with pytest.raises(ValueError, match=message):
         small.train(small.recipe(corpus, tmp_path, steps=4, learning_rate=0.1))
+    with pytest.raises(ValueError, match=r"model.projected_length was 8 and is 4 now; choose another out"):
+        small.train(small.recipe(corpus, tmp_path, steps=4, model={"projected_length": 4}))
     assert small.train(small.recipe(corpus, tmp_path, steps=4, workers=1, log_every=1)) == 0
     assert [record["step"] for record in read_metrics(tmp_path)] == [3, 4, 4]
 

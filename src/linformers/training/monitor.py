@@ -107,6 +107,8 @@ class Monitor(TrainerCallback):
             record[self.score] = (
                 math.exp(min(logs["eval_loss"], 700)) if self.score == "perplexity" else logs[f"eval_{self.score}"]
             )
+        if len(record) == 1:  # an evaluation of another set than the validation set, which whoever asked for it reports
+            return
         self.records.append(record)
         with (self.run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -168,12 +168,18 @@ def make(values: Mapping[str, Any], where: str) -> Recipe:
 
 def differences(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
     """What of a run's saved recipe a new one would change, among fields that change what is computed."""
-    new = recipe.to_dict()
+    new, old = _flat(recipe.to_dict()), _flat(saved)
     return [
-        f"{name} was {saved.get(name)!r} and is {new[name]!r} now"
-        for name in new
-        if name not in FREE and saved.get(name) != new[name]
+        f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+        for name in dict.fromkeys([*new, *old])
+        if name not in FREE and old.get(name) != new.get(name)
     ]
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's fields beside the others."""
+    rest = {name: value for name, value in values.items() if name != "model"}
+    return {**rest, **{f"model.{name}": value for name, value in values["model"].items()}}
 
 
 def _load(path: Path, depth: int = 0) -> dict[str, Any]:
