@@ -74,7 +74,7 @@ def run(
     record |= {"lengths": as_records(cells), "projected_lengths": as_records(mixed)}
     (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
     plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), out / "efficiency.png")
-    console.print(f"Written to [bold]{out}[/bold]")
+    console.print(f"Written to {out}", markup=False)
 
 
 def length_table(cells: Sequence[Cell], value: Callable[[Cell], float], title: str, baseline: str) -> Table:

@@ -129,11 +129,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> None:
-    names = {f"{name}/": parameter for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     for full_name, value in tensors.items():
         name, key = full_name.rsplit("/", 1)
-        parameter = names[f"{name}/"]
-        optimizer.state[parameter][key] = like(value, parameter)
+        optimizer.state[parameters[name]][key] = like(value, parameters[name])
     for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
         group.update(saved)
 

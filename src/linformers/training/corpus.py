@@ -17,6 +17,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..checks import check_choice
+from .checkpointing import file_hash
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -94,8 +95,7 @@ class Corpus:
         """Read all shards, and refuse any that is not what `prepare` wrote."""
         for shard in self._shards():
             path = self.folder / shard["file"]
-            with open(path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = file_hash(path)
             if found != shard["sha256"]:
                 size = f"{path.stat().st_size} bytes, expected {shard['bytes']}"
                 raise ValueError(f"shard {path} has sha256 {found}, expected {shard['sha256']} ({size})")

@@ -215,11 +215,15 @@ def _whole(folder: Path, step: int) -> Path:
     return checkpoint
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def check_model(folder: Path) -> None:
     if not (folder / "config.json").exists():
         raise ValueError(f"model={str(folder)!r} holds no model: expected a folder that pretrain or finetune wrote")
     if not (folder / "tokenizer.json").exists():
         raise ValueError(f"model={str(folder)!r} has no tokenizer: save one beside the model")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    check_model(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

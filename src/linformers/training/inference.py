@@ -19,7 +19,7 @@ from ..checks import check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .corpus import Corpus, tokenizer_hash
-from .finetune import length_of, load_tokenizer
+from .finetune import check_model, length_of, load_tokenizer
 from .metrics import classification_metrics
 from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
@@ -47,12 +47,14 @@ def predict(
     tokenizer = load_tokenizer(model)
     if best > len(tokenizer):
         raise ValueError(f"best={best} exceeds the {len(tokenizer)} words of the vocabulary")
-    classifies = purpose(model) == "text-classification"
+    use = purpose(model)
+    classifies = use == "text-classification"
     if pairs and not classifies:
         raise ValueError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
-    options: dict[str, Any] = {"truncation": True, "max_length": length_of(model)}
+    length = length_of(model)
+    options: dict[str, Any] = {"truncation": True, "max_length": length}
     worker = pipeline(
-        purpose(model),
+        use,
         model=str(model),
         tokenizer=tokenizer,
         device=0 if torch.cuda.is_available() else -1,
@@ -64,7 +66,7 @@ def predict(
         try:
             results = worker(inputs, batch_size=batch_size)
         except PipelineException as error:
-            raise ValueError(f"a {tokenizer.mask_token} stands beyond the {length_of(model)} tokens read") from error
+            raise ValueError(f"a {tokenizer.mask_token} stands beyond the {length} tokens read") from error
         if not classifies and len(batch) == 1:  # this pipeline unpacks a list of one
             results = [results]
         for line, result in zip(batch, results, strict=True):
@@ -122,7 +124,7 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
 
 def purpose(model: Path) -> str:
     """What a saved model is for, by its architecture."""
-    load_tokenizer(model)  # says in a sentence what is missing
+    check_model(model)
     (architecture,) = LinformerConfig.from_pretrained(model).architectures or ["none"]
     purposes = {"LinformerForMaskedLM": "fill-mask", "LinformerForSequenceClassification": "text-classification"}
     if architecture not in purposes:

@@ -54,7 +54,6 @@ class Monitor(TrainerCallback):
         self.units_per_step, self.flops_per_unit = units_per_step, flops_per_unit
         self.active = trainer.is_world_process_zero()
         self.rows: list[list[str]] = []
-        self.records: list[dict[str, Any]] = []
         self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -82,8 +81,7 @@ class Monitor(TrainerCallback):
         from torch.utils.tensorboard import SummaryWriter
 
         self.task = self.bars.add_task(self.title, total=state.max_steps, completed=state.global_step)
-        self.records = read_metrics(self.run, state.global_step)
-        write_metrics(self.run, self.records)
+        write_metrics(self.run, read_metrics(self.run, state.global_step))
         # Events of steps after the checkpoint belong to what was lost.
         self.events = SummaryWriter(str(self.run / "tensorboard"), purge_step=state.global_step + 1)
 
@@ -109,7 +107,6 @@ class Monitor(TrainerCallback):
             )
         if len(record) == 1:  # an evaluation of another set than the validation set, which whoever asked for it reports
             return
-        self.records.append(record)
         with (self.run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()

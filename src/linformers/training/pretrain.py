@@ -83,16 +83,13 @@ def _train(
     with monitor:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if trainer.stopped_by is not None:
-        if arguments.should_save:
-            console.print(f"stopped by a signal; saved at step {trainer.state.global_step}", highlight=False)
+        console.print(f"stopped by a signal; saved at step {trainer.state.global_step}", highlight=False)
         return 128 + trainer.stopped_by
     _finish(trainer, recipe, corpus, out, command)
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
         last = read_metrics(out)[-1]
-        console.print(
-            f"validation perplexity [bold]{last['perplexity']:.2f}[/bold]; model in [bold]{out / 'model'}[/bold]"
-        )
+        console.print(f"validation perplexity {last['perplexity']:.2f}; model in {out / 'model'}", markup=False)
     return 0
 
 
@@ -240,7 +237,7 @@ def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
 
 def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, command: str) -> None:
     """The model with its card, and the plot of its curve."""
-    weights = {name: checkpointing.whole(tensor) for name, tensor in trainer.model_weights().items()}
+    weights = trainer.whole_weights()
     if not trainer.args.should_save:
         return
     records = read_metrics(out)

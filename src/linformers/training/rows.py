@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..heads import IGNORED
 from .corpus import TokenStream
 
-IGNORED = -100
 # Rows whose random numbers come from one generator: drawing for many rows at once is several times as fast.
 BLOCK = 16
 

@@ -68,7 +68,7 @@ class ExactTrainer(Trainer):
         run = Path(self.args.output_dir)
         folder = run / f"checkpoint-{self.state.global_step}"
         self.store_flos()
-        weights = {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
+        weights = self.whole_weights()
         optimizer, numbers = checkpointing.optimizer_state(self.model, self.optimizer.optimizer)
         scheduler = self.lr_scheduler.state_dict()
         scheduler.pop("lr_lambdas", None)
@@ -76,7 +76,6 @@ class ExactTrainer(Trainer):
             "scheduler": scheduler,
             "losses": [loss.item() for loss in self._of_all_processes(self._tr_loss)],
             "last_logged": self._globalstep_last_logged,
-            "processes": self.args.world_size,
         }
         randoms = {
             f"{name}/{process}": tensor
@@ -119,12 +118,16 @@ class ExactTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model, its config and its tokenizer, for `from_pretrained`."""
-        weights = {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
+        weights = self.whole_weights()
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
             self.model.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Copies of them on the CPU; every process of a sharded model must call it."""
+        return {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
 
     def model_weights(self) -> dict[str, Tensor]:
         """The model's tensors under their names, each of several names for one tensor but the first left out."""
@@ -163,12 +166,8 @@ class ExactTrainer(Trainer):
         if checkpoint is None:
             return
         states = load_file(Path(checkpoint) / RANDOM)
-        own = {
-            name: tensor
-            for name, _, process in (key.rpartition("/") for key in states)
-            if int(process) == self.args.process_index
-            for tensor in [states[f"{name}/{process}"]]
-        }
+        suffix = f"/{self.args.process_index}"
+        own = {key.removesuffix(suffix): tensor for key, tensor in states.items() if key.endswith(suffix)}
         if own:  # another process than were there before goes on with its own
             checkpointing.load_random_state(own)
 
