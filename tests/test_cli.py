@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from importlib.metadata import version
 
@@ -104,6 +106,23 @@ def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["pretrain", "no.yaml"], 2)], ids=["well", "ill"])
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_process_of_torchrun_leaves_the_interpreter_alone(arguments, code, by_torchrun):
+    """What its threads still hold when the interpreter is taken down would abort it, about once in twenty runs."""
+    program = "import atexit; from linformers.cli import main; atexit.register(print, 'taken down'); main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, **({"TORCHELASTIC_RUN_ID": "1"} if by_torchrun else {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == code
+    assert "linformers" in result.stdout if code == 0 else "no.yaml" in result.stderr
+    assert ("taken down" in result.stdout) != by_torchrun
 
 
 def test_peak_memory_counts_what_lives_at_once():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -248,4 +249,17 @@ def main() -> None:
         app()
     except (ValueError, OSError, ArithmeticError) as error:
         Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
-        sys.exit(2)
+        _leave(2)
+    except SystemExit as ended:
+        _leave(ended.code)
+
+
+def _leave(code: int | str | None) -> NoReturn:
+    """Exit. A process that torchrun started does so without taking the interpreter down first: threads of the process
+    group may still hold tensors, and one that lets go of them in an interpreter that is gone aborts the process.
+    """
+    if isinstance(code, int) and "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -33,11 +33,10 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
     Returns:
         The exit code: 0, or 128 plus the number of the signal that stopped the run after saving it.
     """
-    try:
-        return _run(recipe, console, command)
-    finally:
-        if dist.is_initialized():  # a process that ends without leaving the group can abort
-            dist.destroy_process_group()
+    code = _run(recipe, console, command)
+    if dist.is_initialized():  # after an error it is left alone: leaving it could wait for processes that went on
+        dist.destroy_process_group()
+    return code
 
 
 def _run(recipe: Recipe, console: Console, command: str) -> int:
