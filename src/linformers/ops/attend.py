@@ -1,0 +1,315 @@
+"""Attention onto k projected keys as torch operators, computed by Triton kernels, with their gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM, MAX_KEYS = 128, 2048
+
+# Bytes of one head's keys up to which a program can hold all of them, and their gradients.
+FEW_KEYS_BYTES = 32768
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scaling: float, dropout: float = 0.0
+) -> Tensor:
+    r"""$\bar P\,V$ as in `reference.attend`, computed by Triton kernels.
+
+    Args:
+        query: (b, h, n, d_head), in any strides, d_head up to 128.
+        key: (b, h, k, d_head), in any strides, k up to 2048.
+        value: (b, h, k, d_head), in any strides.
+        mask: true where a projected key may be seen, (b or 1, h or 1, 1, k). Who may see none gets zeros.
+        scaling: usually $d_{head}^{-1/2}$.
+        dropout: the probability with which an entry of $\bar P$ is dropped.
+
+    Returns:
+        The heads' outputs side by side, (b, n, h, d_head) and contiguous.
+    """
+    seed = None
+    if dropout > 0:  # drawn on the device, so that nothing waits, and again when a checkpointed layer is replayed
+        seed = torch.randint(2**62, (1,), device=query.device)
+    output, _ = _attend(query, key, value, mask, seed, scaling, dropout)
+    return output
+
+
+@torch.library.custom_op("linformers::attend", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, scaling: float, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """The output (b, n, h, d_head) and, with many keys, the log-sum-exp of each row (b, h, n)."""
+    output, lse = _empty_outputs(query, key)
+    if not output.numel():
+        return output, lse
+    launch = Launch(query, key, value, mask, seed, scaling, dropout)
+    if holds_all_keys(key):
+        launch.forward_few(output)
+    else:
+        launch.forward_many(output, lse)
+    return output, lse
+
+
+@_attend.register_fake
+def _(query, key, value, mask, seed, scaling, dropout):  # type: ignore[no-untyped-def]
+    return _empty_outputs(query, key)
+
+
+@torch.library.custom_op("linformers::attend_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    output: Tensor | None,
+    lse: Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value from that of the output, each (b, n or k, h, d_head)."""
+    gradients = _empty_gradients(query, key)
+    if not gradient.numel():
+        return gradients[0], gradients[1].zero_(), gradients[2].zero_()
+    launch = Launch(query, key, value, mask, seed, scaling, dropout)
+    if output is None or lse is None:
+        launch.backward_few(gradient, *gradients)
+    else:
+        launch.backward_many(gradient, output, lse, *gradients)
+    return gradients
+
+
+@_attend_backward.register_fake
+def _(gradient, query, key, value, mask, seed, output, lse, scaling, dropout):  # type: ignore[no-untyped-def]
+    return _empty_gradients(query, key)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, mask, seed, ctx.scaling, ctx.dropout = inputs
+    ctx.save_for_backward(query, key, value, mask, seed, *((None, None) if holds_all_keys(key) else output))
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if gradient is None:
+        return (None,) * 7
+    query, key, value, mask, seed, output, lse = ctx.saved_tensors
+    gradients = _attend_backward(gradient, query, key, value, mask, seed, output, lse, ctx.scaling, ctx.dropout)
+    return *(gradient.transpose(1, 2) for gradient in gradients), None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
+
+
+def holds_all_keys(key: Tensor) -> bool:
+    """Whether a program can hold all keys of a head, so that the backward pass needs nothing from the forward pass."""
+    return key.shape[2] <= FEW_KEYS_BYTES // (padded(key.shape[3]) * key.element_size())
+
+
+def _empty_outputs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    b, h, n, d = query.shape
+    rows = (0,) if holds_all_keys(key) else (b, h, n)
+    return query.new_empty(b, n, h, d), query.new_empty(rows, dtype=torch.float32)
+
+
+def _empty_gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (b, h, n, d), k = query.shape, key.shape[2]
+    return query.new_empty(b, n, h, d), key.new_empty(b, k, h, d), key.new_empty(b, k, h, d)
+
+
+class Tile(NamedTuple):
+    """What a program computes at once: so many queries and keys, by so many warps, while the next tiles are loaded."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_tile(keys: int | None, channels: int, element_size: int) -> Tile:
+    """The tile of the forward pass; `keys` is `None` where a program walks over them."""
+    if element_size > 2:  # without tensor cores, unless torch allows tf32
+        return Tile(32, keys or 32, 8, 1)
+    return Tile(128 if channels <= 64 else 64, keys or 128, 8, 2)
+
+
+def backward_tile(keys: int | None, channels: int, element_size: int) -> Tile:
+    """The tile of the backward pass, which must have room for the gradients of the keys and values in it."""
+    if element_size > 2:
+        return Tile(32, keys or 32, 8, 1)
+    keys = keys or 128
+    return Tile(64 if keys * channels <= 128 * 64 else 32, keys, 8, 2)
+
+
+class Launch:
+    """The arguments that all kernels take, and for each kernel the rest of them and its grid."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        scaling: float,
+        dropout: float,
+    ) -> None:
+        self.b, self.h, self.n, self.d = query.shape
+        self.k, self.scaling, self.element_size = key.shape[2], scaling, query.element_size()
+        query, key, value = (computable(x) for x in (query, key, value))
+        slots = None if mask is None else mask.expand(self.b, self.h, 1, self.k).view(torch.uint8)[:, :, 0]
+        exact = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+        self.arguments: dict[str, Any] = {
+            "Q": query,
+            "K": key,
+            "V": value,
+            "MASK": slots,
+            "SEED": seed,
+            "heads": self.h,
+            "n": self.n,
+            "k": self.k,
+            "scale": scaling / math.log(2),
+            "threshold": min(round(dropout * 2**31), 2**31 - 1),
+            "rescale": 1 / (1 - dropout) if dropout < 1 else 0.0,
+            **strides("q_b q_h q_n q_d", query),
+            **strides("k_b k_h k_n k_d", key),
+            **strides("v_b v_h v_n v_d", value),
+            **strides("m_b m_h m_k", slots),
+            "D": self.d,
+            "BLOCK_D": padded(self.d),
+            "HAS_MASK": mask is not None,
+            "DROPOUT": dropout > 0,
+            "PRECISION": "ieee" if exact else "tf32",
+        }
+
+    def forward_few(self, output: Tensor) -> None:
+        from .kernels import forward_few
+
+        tile = forward_tile(padded(self.k), padded(self.d), self.element_size)
+        splits = self.splits(tile, self.b * self.h, cost=1)
+        out = computable(output)
+        self.run(forward_few, self.b * self.h * splits, tile, OUT=out, splits=splits)
+        give(out, output)
+
+    def forward_many(self, output: Tensor, lse: Tensor) -> None:
+        from .kernels import forward_many
+
+        tile = forward_tile(None, padded(self.d), self.element_size)
+        out = computable(output)
+        programs = self.b * self.h * ceil_div(self.n, tile.queries)
+        self.run(forward_many, programs, tile, OUT=out, LSE=lse)
+        give(out, output)
+
+    def backward_few(self, gradient: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        from .kernels import backward_few
+
+        tile = backward_tile(padded(self.k), padded(self.d), self.element_size)
+        heads = self.b * self.h
+        splits = self.splits(tile, heads, cost=2)
+        sums = self.sums(splits, dk, dv)
+        out = computable(dq)
+        own = {**self.of_gradient(gradient), **sums, "DQ": out, "splits": splits, "scaling": self.scaling}
+        self.run(backward_few, heads * splits, tile, **own)
+        give(out, dq)
+        self.add_up(sums, dk, dv)
+
+    def backward_many(self, gradient: Tensor, output: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        from .kernels import backward_many_keys, backward_many_queries
+
+        tile = backward_tile(None, padded(self.d), self.element_size)
+        delta, out = torch.empty_like(lse), computable(dq)
+        own = {**self.of_gradient(gradient), "LSE": lse, "DELTA": delta, "scaling": self.scaling}
+        programs = self.b * self.h * ceil_div(self.n, tile.queries)
+        self.run(backward_many_queries, programs, tile, **own, OUT=computable(output.contiguous()), DQ=out)
+        give(out, dq)
+        blocks = self.b * self.h * ceil_div(self.k, tile.keys)
+        splits = self.splits(tile, blocks, cost=2)
+        sums = self.sums(splits, dk, dv)
+        self.run(backward_many_keys, blocks * splits, tile, **own, **sums, splits=splits)
+        self.add_up(sums, dk, dv)
+
+    def run(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> None:
+        whole = self.d == padded(self.d)
+        kernel[(programs,)](
+            **self.arguments,
+            **own,
+            BLOCK_N=tile.queries,
+            BLOCK_K=tile.keys,
+            EVEN=whole and self.n % tile.queries == 0,
+            EVEN_K=whole and self.k % tile.keys == 0,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+        )
+
+    def splits(self, tile: Tile, programs: int, cost: int) -> int:
+        processors = num_processors(self.arguments["Q"].device)
+        return best_splits(ceil_div(self.n, tile.queries), programs, processors, cost)
+
+    def of_gradient(self, gradient: Tensor) -> dict[str, Any]:
+        gradient = computable(gradient)
+        return {"DOUT": gradient, **strides("o_b o_n o_h o_d", gradient)}
+
+    def sums(self, splits: int, dk: Tensor, dv: Tensor) -> dict[str, Any]:
+        """Where each share of the queries writes its part of the gradients of keys and values."""
+        if splits == 1 and dk.dtype == self.arguments["K"].dtype:
+            return {"DK": dk, "DV": dv, "part": 0}
+        dk, dv = (x.new_empty(splits, *x.shape, dtype=torch.float32) for x in (dk, dv))
+        return {"DK": dk, "DV": dv, "part": dk.stride(0)}
+
+    def add_up(self, sums: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
+        """Add the parts in a fixed order: reruns are equal bit for bit, which atomics would not be."""
+        for own, total in ((sums["DK"], dk), (sums["DV"], dv)):
+            if own is not total:
+                total.copy_(own.sum(0))
+
+
+@functools.lru_cache(4096)
+def best_splits(tiles: int, programs: int, processors: int, cost: int) -> int:
+    """Into how many shares to cut the `tiles` of each of `programs`, so that few processors wait for others.
+
+    A share costs its tiles and, for what it loads and stores besides, as much as `cost` tiles.
+    """
+
+    def time(splits: int) -> int:
+        return ceil_div(programs * splits, processors) * (ceil_div(tiles, splits) + cost)
+
+    return min(range(1, min(tiles, ceil_div(8 * processors, programs)) + 1), key=time)
+
+
+def computable(tensor: Tensor) -> Tensor:
+    """The tensor, or where kernels are interpreted, which goes wrong in bfloat16, a copy in float32."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 and is_interpreted() else tensor
+
+
+def give(computed: Tensor, tensor: Tensor) -> None:
+    if computed is not tensor:
+        tensor.copy_(computed)
+
+
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def strides(names: str, tensor: Tensor | None) -> dict[str, int]:
+    own = names.split()
+    return dict(zip(own, [0] * len(own) if tensor is None else tensor.stride(), strict=True))
+
+
+def padded(size: int) -> int:
+    """The next power of two that a matrix product can have."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,323 @@
+"""Attention onto k projected keys in Triton, forward and backward; `attend.py` launches what stands here.
+
+Each program serves one head of one row of the batch. With few keys, up to `attend.FEW_KEYS`, it holds all of them and
+walks over its share of the queries: a whole row of P̄ fits into registers, so that the backward pass is a single one and
+needs nothing that the forward pass would have to save. With many keys a program holds one block of queries and walks
+over the keys, or the other way round, with the log-sum-exp of each row at hand.
+
+Scores are kept in base 2: `scale` is scaling · log₂ e. Tiles hold keys in their rows where the sum over queries is
+wanted next, so that P̄ᵀ and its gradient go from one product into the next without leaving registers.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _head(pid, heads):
+    """Row of the batch, head, and their common number."""
+    return (pid // heads).to(tl.int64), pid % heads, pid
+
+
+@triton.jit
+def _load(base, start, stride_n, stride_d, n, rows, columns, D: tl.constexpr, EVEN: tl.constexpr):
+    """Rows `start + rows` of a matrix (n, D), 0 where there are none. Offsets within a tile fit into 32 bits."""
+    pointers = base + tl.cast(start, tl.int64) * stride_n + rows[:, None] * stride_n + columns[None, :] * stride_d
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(start + rows < n)[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(base, start, stride_n, n, rows, columns, tile, D: tl.constexpr):
+    """Write a tile of rows whose channels are adjacent."""
+    pointers = base + tl.cast(start, tl.int64) * stride_n + rows[:, None] * stride_n + columns[None, :]
+    inside = (start + rows < n)[:, None] & (columns < D)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _hidden(MASK, batch, head, stride_b, stride_h, stride_k, slots, k, HAS_MASK: tl.constexpr):
+    """What to add to the scores of each slot: 0, or -inf where it is masked or does not exist."""
+    visible = slots < k
+    if HAS_MASK:
+        visible = visible & (tl.load(MASK + batch * stride_b + head * stride_h + slots * stride_k, visible, 0) != 0)
+    return tl.where(visible, 0.0, float("-inf"))
+
+
+@triton.jit
+def _keys_of_queries(seed, number, rows):
+    """A random number for each query of each head."""
+    key, _, _, _ = tl.philox(seed, rows.to(tl.uint32), number.to(tl.uint32), 0, 0)
+    return key
+
+
+@triton.jit
+def _keys_of_slots(seed, slots):
+    """A random number for each slot, from other counters than those of the queries."""
+    key, _, _, _ = tl.philox(seed, slots.to(tl.uint32), 0, 1, 0)
+    return key
+
+
+@triton.jit
+def _kept(keys, other_keys, threshold):
+    """Which entries of P̄ survive dropout: those whose hash of 31 bits reaches `threshold`.
+
+    Philox for each entry would cost more than attention; it is drawn for each row and each column, and the two are
+    mixed by the finaliser of MurmurHash3.
+    """
+    x = keys ^ other_keys
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return ((x ^ (x >> 16)) >> 1).to(tl.int32) >= threshold
+
+
+@triton.jit
+def _share(split, splits, n, BLOCK_N: tl.constexpr):
+    """The queries of one of `splits` programs: whole blocks, as equal in number as can be."""
+    blocks = tl.cdiv(n, BLOCK_N)
+    return split * blocks // splits * BLOCK_N, min((split + 1) * blocks // splits * BLOCK_N, n)
+
+
+@triton.jit
+def forward_few(
+    Q, K, V, MASK, SEED, OUT,
+    heads, splits, n, k, scale, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """OUT = P̄ V for a share of the queries of one head, all of its keys held."""
+    pid = tl.program_id(0)
+    split = pid % splits
+    batch, head, number = _head(pid // splits, heads)
+    rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    keys = _load(K + batch * k_b + head * k_h, 0, k_n, k_d, k, slots, columns, D, EVEN_K)
+    values = _load(V + batch * v_b + head * v_h, 0, v_n, v_d, k, slots, columns, D, EVEN_K)
+    hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slots, k, HAS_MASK)
+    if DROPOUT:
+        seed = tl.load(SEED)
+        slot_keys = _keys_of_slots(seed, slots)
+    Q += batch * q_b + head * q_h
+    OUT += (batch * n * heads + head) * D
+    first, last = _share(split, splits, n, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
+        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+        if HAS_MASK or not EVEN_K:
+            scores += hidden[None, :]
+        top = tl.max(scores, 1)
+        if HAS_MASK:
+            top = tl.where(top == float("-inf"), 0.0, top)
+        probs = tl.exp2(scores - top[:, None])
+        total = tl.sum(probs, 1)
+        if HAS_MASK:
+            total = tl.where(total == 0.0, 1.0, total)
+        if DROPOUT:
+            kept = _kept(_keys_of_queries(seed, number, start + rows)[:, None], slot_keys[None, :], threshold)
+            probs = tl.where(kept, probs, 0.0)
+        out = tl.dot(probs.to(values.dtype), values, input_precision=PRECISION) * (rescale / total)[:, None]
+        _store(OUT, start, heads * D, n, rows, columns, out, D)
+
+
+@triton.jit
+def backward_few(
+    Q, K, V, MASK, SEED, DOUT, DQ, DK, DV,
+    heads, splits, n, k, scale, scaling, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All gradients from a share of the queries of one head; those of keys and values are sums over the shares."""
+    pid = tl.program_id(0)
+    split = pid % splits
+    batch, head, number = _head(pid // splits, heads)
+    rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    keys = _load(K + batch * k_b + head * k_h, 0, k_n, k_d, k, slots, columns, D, EVEN_K)
+    values = _load(V + batch * v_b + head * v_h, 0, v_n, v_d, k, slots, columns, D, EVEN_K)
+    hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slots, k, HAS_MASK)
+    if DROPOUT:
+        seed = tl.load(SEED)
+        slot_keys = _keys_of_slots(seed, slots)
+    Q += batch * q_b + head * q_h
+    DOUT += batch * o_b + head * o_h
+    DQ += (batch * n * heads + head) * D
+    key_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    value_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    first, last = _share(split, splits, n, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
+        out_gradient = _load(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
+        scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
+        if HAS_MASK or not EVEN_K:
+            scores += hidden[:, None]
+        top = tl.max(scores, 0)
+        if HAS_MASK:
+            top = tl.where(top == float("-inf"), 0.0, top)
+        probs = tl.exp2(scores - top[None, :])
+        total = tl.sum(probs, 0)
+        if HAS_MASK:
+            total = tl.where(total == 0.0, 1.0, total)
+        probs = probs * (1.0 / total)[None, :]
+        gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)  # of P̄, (k, n)
+        dropped = probs
+        if DROPOUT:
+            kept = _kept(slot_keys[:, None], _keys_of_queries(seed, number, start + rows)[None, :], threshold)
+            dropped = tl.where(kept, probs * rescale, 0.0)
+            gradient = tl.where(kept, gradient * rescale, 0.0)
+        value_gradient = tl.dot(dropped.to(values.dtype), out_gradient, value_gradient, input_precision=PRECISION)
+        gradient = probs * (gradient - tl.sum(probs * gradient, 0)[None, :])  # of the scores
+        gradient = gradient.to(keys.dtype)
+        key_gradient = tl.dot(gradient, queries, key_gradient, input_precision=PRECISION)
+        query_gradient = tl.dot(keys.T, gradient, input_precision=PRECISION) * scaling  # (d, n)
+        _store(DQ, start, heads * D, n, rows, columns, query_gradient.T, D)
+    own = split.to(tl.int64) * part + (batch * k * heads + head) * D
+    _store(DK + own, 0, heads * D, k, slots, columns, key_gradient * scaling, D)
+    _store(DV + own, 0, heads * D, k, slots, columns, value_gradient, D)
+
+
+@triton.jit
+def forward_many(
+    Q, K, V, MASK, SEED, OUT, LSE,
+    heads, n, k, scale, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """OUT = P̄ V and the log-sum-exp (in base 2) for one block of queries of one head, in a walk over its keys."""
+    blocks = tl.cdiv(n, BLOCK_N)
+    pid = tl.program_id(0)
+    batch, head, number = _head(pid // blocks, heads)
+    start = pid % blocks * BLOCK_N
+    rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    queries = _load(Q + batch * q_b + head * q_h, start, q_n, q_d, n, rows, columns, D, EVEN)
+    K += batch * k_b + head * k_h
+    V += batch * v_b + head * v_h
+    if DROPOUT:
+        seed = tl.load(SEED)
+        query_keys = _keys_of_queries(seed, number, start + rows)
+    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    out = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        keys = _load(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
+        values = _load(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
+        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+        if HAS_MASK or not EVEN_K:
+            scores += _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)[None, :]
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        probs = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(probs, 1)
+        if DROPOUT:
+            kept = _kept(query_keys[:, None], _keys_of_slots(seed, slot + slots)[None, :], threshold)
+            probs = tl.where(kept, probs, 0.0)
+        out = tl.dot(probs.to(values.dtype), values, out * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    out = out * (rescale / total)[:, None]
+    _store(OUT + (batch * n * heads + head) * D, start, heads * D, n, rows, columns, out, D)
+    lse = tl.where(nothing, 0.0, top) + tl.log2(total)  # where nothing is seen, all scores are -inf and P̄ is 0
+    tl.store(LSE + number.to(tl.int64) * n + start + rows, lse, mask=start + rows < n)
+
+
+@triton.jit
+def backward_many_queries(
+    Q, K, V, MASK, SEED, OUT, LSE, DOUT, DQ, DELTA,
+    heads, n, k, scale, scaling, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one block of queries, and DELTA, the sum of OUT · DOUT over the channels of each of them."""
+    blocks = tl.cdiv(n, BLOCK_N)
+    pid = tl.program_id(0)
+    batch, head, number = _head(pid // blocks, heads)
+    start = pid % blocks * BLOCK_N
+    rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    queries = _load(Q + batch * q_b + head * q_h, start, q_n, q_d, n, rows, columns, D, EVEN)
+    out_gradient = _load(DOUT + batch * o_b + head * o_h, start, o_n, o_d, n, rows, columns, D, EVEN)
+    own = (batch * n * heads + head) * D
+    out = _load(OUT + own, start, heads * D, 1, n, rows, columns, D, EVEN)
+    delta = tl.sum(out.to(tl.float32) * out_gradient.to(tl.float32), 1)
+    statistics = number.to(tl.int64) * n + start + rows
+    tl.store(DELTA + statistics, delta, mask=start + rows < n)
+    lse = tl.load(LSE + statistics, mask=start + rows < n, other=0.0)
+    K += batch * k_b + head * k_h
+    V += batch * v_b + head * v_h
+    if DROPOUT:
+        seed = tl.load(SEED)
+        query_keys = _keys_of_queries(seed, number, start + rows)
+    query_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        keys = _load(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
+        values = _load(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
+        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+        if HAS_MASK or not EVEN_K:
+            scores += _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)[None, :]
+        probs = tl.exp2(scores - lse[:, None])
+        gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)
+        if DROPOUT:
+            kept = _kept(query_keys[:, None], _keys_of_slots(seed, slot + slots)[None, :], threshold)
+            gradient = tl.where(kept, gradient * rescale, 0.0)
+        gradient = (probs * (gradient - delta[:, None])).to(keys.dtype)
+        query_gradient = tl.dot(gradient, keys, query_gradient, input_precision=PRECISION)
+    _store(DQ + own, start, heads * D, n, rows, columns, query_gradient * scaling, D)
+
+
+@triton.jit
+def backward_many_keys(
+    Q, K, V, MASK, SEED, LSE, DELTA, DOUT, DK, DV,
+    heads, splits, n, k, scale, scaling, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one block of keys and values from a share of the queries."""
+    blocks = tl.cdiv(k, BLOCK_K)
+    pid = tl.program_id(0)
+    split = pid % splits
+    slot = pid // splits % blocks * BLOCK_K
+    batch, head, number = _head(pid // splits // blocks, heads)
+    rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    keys = _load(K + batch * k_b + head * k_h, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
+    values = _load(V + batch * v_b + head * v_h, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
+    hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+    if DROPOUT:
+        seed = tl.load(SEED)
+        slot_keys = _keys_of_slots(seed, slot + slots)
+    Q += batch * q_b + head * q_h
+    DOUT += batch * o_b + head * o_h
+    LSE += number.to(tl.int64) * n
+    DELTA += number.to(tl.int64) * n
+    key_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    value_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    first, last = _share(split, splits, n, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
+        out_gradient = _load(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
+        lse = tl.load(LSE + start + rows, mask=start + rows < n, other=0.0)
+        delta = tl.load(DELTA + start + rows, mask=start + rows < n, other=0.0)
+        scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
+        if HAS_MASK or not EVEN_K:
+            scores += hidden[:, None]
+        probs = tl.exp2(scores - lse[None, :])
+        gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)
+        dropped = probs
+        if DROPOUT:
+            kept = _kept(slot_keys[:, None], _keys_of_queries(seed, number, start + rows)[None, :], threshold)
+            dropped = tl.where(kept, probs * rescale, 0.0)
+            gradient = tl.where(kept, gradient * rescale, 0.0)
+        value_gradient = tl.dot(dropped.to(values.dtype), out_gradient, value_gradient, input_precision=PRECISION)
+        gradient = (probs * (gradient - delta[None, :])).to(keys.dtype)
+        key_gradient = tl.dot(gradient, queries, key_gradient, input_precision=PRECISION)
+    own = split.to(tl.int64) * part + (batch * k * heads + head) * D
+    _store(DK + own, slot, heads * D, k, slots, columns, key_gradient * scaling, D)
+    _store(DV + own, slot, heads * D, k, slots, columns, value_gradient, D)
