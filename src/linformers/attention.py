@@ -22,12 +22,17 @@ from .config import (
     default_scale,
     plain,
 )
+from .ops import reference
+from .ops.attend import attend
+from .ops.dispatch import use_triton
 from .ops.ranks import Ranks, move_to_front, zero_padding
-from .ops.reference import attend
 from .projections import LinearMap, Projections, SequenceMap, Weights, sequence_map
 
+# The name of our kernels among transformers' attention functions, whose registry is global; ours is "triton".
+TRITON = "linformer_triton"
+
 # transformers' other attention functions take masks of n by n tokens, where projected keys need n by k slots.
-MASKING_IMPLEMENTATIONS = ("eager", "sdpa")
+MASKING_IMPLEMENTATIONS = ("eager", "sdpa", "triton")
 
 
 class ProjectedAttention(nn.Module):
@@ -167,17 +172,15 @@ class ProjectedAttention(nn.Module):
         """The heads' output (b, n, h, d_head) and, from the eager implementation, P̄."""
         mask = None
         if slots is not None:
-            if attn_implementation not in MASKING_IMPLEMENTATIONS:
+            if attn_implementation not in (*MASKING_IMPLEMENTATIONS, TRITON):
                 raise ValueError(
                     f"attn_implementation={attn_implementation!r} cannot leave out projected keys, and padding or an "
                     f"input shorter than n makes that necessary here; use one of {MASKING_IMPLEMENTATIONS}"
                 )
-            # A row without any real token attends to zeros: no implementation need know of it, and none makes NaN.
-            value = torch.where(slots[:, None, :, None], value, 0)
             mask = slots[:, None, None, :]
-            if attn_implementation != "eager":
-                mask = mask | ~mask.any(-1, keepdim=True)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(attn_implementation, eager_attention)
+            if attn_implementation == "sdpa":
+                value, mask = show_zeros(value, mask)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(full_name(attn_implementation), eager_attention)
         dropout = self.dropout if self.training else 0.0
         return interface(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, is_causal=False)
 
@@ -221,7 +224,8 @@ class LinformerAttention(ProjectedAttention):
         projection_init: `"window"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
-        attn_implementation: `"sdpa"`, `"eager"`, or any other that transformers knows.
+        attn_implementation: `"sdpa"`, `"eager"`, `"triton"` (our kernels where they are faster, SDPA elsewhere), or any
+            other that transformers knows.
     """
 
     def __init__(
@@ -247,7 +251,9 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection", projection, PROJECTIONS)
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
-        check_choice("attn_implementation", attn_implementation, ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()])
+        check_choice(
+            "attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+        )
         lengths = plain(projected_length)
         if not isinstance(lengths, list):
             lengths = [lengths] * num_heads
@@ -358,8 +364,46 @@ def eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """`ops.reference.attend` behind transformers' attention interface."""
-    output, probs = attend(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
+    output, probs = reference.attend(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2), probs
+
+
+def triton_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`ops.attend.attend` behind transformers' attention interface, and SDPA where that serves better."""
+    if use_triton(query, key, attention_mask):
+        return attend(query, key, value, attention_mask, scaling=scaling, dropout=dropout), None
+    if attention_mask is not None:
+        value, attention_mask = show_zeros(value, attention_mask)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+
+
+ALL_ATTENTION_FUNCTIONS.register(TRITON, triton_attention)
+
+
+def full_name(attn_implementation: str) -> str:
+    """The name under which transformers knows an attention function."""
+    return TRITON if attn_implementation == "triton" else attn_implementation
+
+
+def show_zeros(value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Let a row without any real token attend to zeros, since SDPA would make NaN of it.
+
+    Args:
+        value: (b, h, k, d_head).
+        mask: true at visible slots, (b or 1, 1, 1, k).
+    """
+    return torch.where(mask.mT, value, 0), mask | ~mask.any(-1, keepdim=True)
 
 
 def ranks_of(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ProjectedAttention, group_heads, ranks_of
+from .attention import ProjectedAttention, full_name, group_heads, ranks_of
 from .checks import check_integers, check_shape, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .loading import (
@@ -168,6 +168,11 @@ class LinformerPreTrainedModel(PreTrainedModel):
             )
         config.check()  # its fields may have been assigned to since it was made
         super().__init__(config, *args, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation is not None:
+            attn_implementation = full_name(attn_implementation)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

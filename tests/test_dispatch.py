@@ -1,0 +1,173 @@
+"""Who attends: our kernels where they can and should, SDPA elsewhere, and the model does not notice."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
+from linformers.attention import TRITON
+from linformers.ops import attend, dispatch
+
+from . import modes
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Let the kernels serve where there is no GPU, too, and count how often they do."""
+    calls = []
+    launch = attend.Launch.run
+
+    def run(self, kernel, *args, **own):
+        calls.append(kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__)
+        launch(self, kernel, *args, **own)
+
+    monkeypatch.setattr(dispatch, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(attend.Launch, "run", run)
+    dispatch._log.cache_clear()
+    return calls
+
+
+def model_and_inputs(**fields):
+    model = LinformerForMaskedLM(modes.config(**fields)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
+    mask[:, 5] = True
+    mask[3] = False
+    return model.to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_the_model_is_the_same(mode, interpreted):
+    model, ids, mask = model_and_inputs(**mode)
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("triton")
+    labels = torch.where(mask, ids, -100)
+    expected, result = model(ids, mask, labels=labels), other(ids, mask, labels=labels)
+    torch.testing.assert_close(result.logits[mask], expected.logits[mask], rtol=0, atol=2e-5)
+    assert result.logits.isfinite().all()
+    expected.loss.backward()
+    result.loss.backward()
+    for parameter, own in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, parameter.grad, rtol=1e-3, atol=2e-5)
+    assert {"forward_few", "backward_few"} <= set(interpreted)
+    torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
+
+
+def test_poison_in_padding(interpreted):
+    model, _, mask = model_and_inputs(attn_implementation="triton")
+    embeds = torch.randn(4, 11, 16, device=DEVICE)
+    results = []
+    for padding in (0.0, torch.nan):
+        model.zero_grad()
+        inputs = torch.where(mask[..., None], embeds, padding)
+        results.append(model(inputs_embeds=inputs, attention_mask=mask).logits)
+        results[-1].square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert torch.equal(results[0][mask], results[1][mask])
+    assert interpreted
+
+
+def test_names(tmp_path):
+    model = LinformerModel(modes.config(attn_implementation="triton"))
+    assert model.config._attn_implementation == TRITON
+    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("triton")
+    assert model.config._attn_implementation == TRITON
+    model.save_pretrained(tmp_path)
+    assert LinformerModel.from_pretrained(tmp_path, attn_implementation="triton").config._attn_implementation == TRITON
+
+
+def test_the_layer_alone(interpreted):
+    layer = LinformerAttention(16, 2, 12, 4, attn_implementation="triton").to(DEVICE)
+    x = torch.randn(2, 9, 16, device=DEVICE)
+    result = layer(x)
+    layer.attn_implementation = "sdpa"
+    torch.testing.assert_close(result, layer(x), rtol=0, atol=1e-5)
+    assert interpreted == ["forward_few"]
+
+
+@pytest.mark.parametrize("mode", [{"projection": "linear"}, {"projection": "mean"}], ids=modes.name)
+@pytest.mark.filterwarnings("ignore")
+def test_compiles_whole(mode, interpreted):
+    torch._dynamo.reset()
+    model, ids, mask = model_and_inputs(**mode, attn_implementation="triton")
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    expected, result = model(ids, mask), compiled(ids, mask)
+    torch.testing.assert_close(result.logits[mask], expected.logits[mask], rtol=0, atol=1e-5)
+    expected.logits[mask].square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    result.logits[mask].square().sum().backward()
+    for own, other in zip([p.grad for p in model.parameters() if p.grad is not None], gradients, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+    assert interpreted.count("forward_few") == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU they serve")
+def test_cpus_are_served_by_sdpa_without_a_word(caplog):
+    model, ids, mask = model_and_inputs(attn_implementation="triton")
+    expected = model(ids, mask).logits
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(ids, mask).logits, expected)
+    assert not [record for record in caplog.records if "Triton" in record.getMessage()]
+
+
+SIZES = {"n": 5, "k": 3, "d": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"d": 136}, "heads of 136 channels exceed 128"),
+        ({"k": 2049}, "2049 keys exceed 2048"),
+        ({"dtype": torch.float64}, "not for torch.float64"),
+        ({"mask": torch.ones(1, 1, 5, 3, dtype=torch.bool)}, "the same for all queries"),
+        ({"mask": torch.zeros(1, 1, 1, 3)}, "must be boolean"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_what_cannot_be_served_is_said_once(change, reason, interpreted, caplog):
+    size = {**SIZES, **change}
+    query = torch.randn(1, 1, size["n"], size["d"], dtype=size.get("dtype"))
+    key = torch.randn(1, 1, size["k"], size["d"], dtype=size.get("dtype"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert not dispatch.use_triton(query, key, size.get("mask"))
+    (record,) = [record for record in caplog.records if record.name == dispatch.__name__]
+    assert reason in record.getMessage()
+
+
+def test_many_keys_go_to_the_faster_one(interpreted, caplog):
+    def key(k):
+        return torch.randn(1, 1, k, 8)
+
+    query = torch.randn(1, 1, 5, 8)
+    assert dispatch.use_triton(query, key(dispatch.FASTER_KEYS))
+    assert not dispatch.use_triton(query, key(dispatch.FASTER_KEYS + 1))
+    assert not caplog.records
+
+
+def test_without_triton(interpreted, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_is_installed", lambda: False)
+    model, ids, mask = model_and_inputs(attn_implementation="triton")
+    assert model(ids, mask).logits.isfinite().all()
+    assert not interpreted
+    assert "Triton is not installed" in caplog.text
+
+
+@pytest.mark.skipif(ON_GPU, reason="exporting is tested on the CPU")
+@pytest.mark.filterwarnings("ignore")
+def test_exports_hold_no_operator_of_ours(interpreted):
+    model, ids, mask = model_and_inputs(attn_implementation="triton")
+    exported = torch.export.export(model, (ids, mask))
+    assert "linformers" not in exported.graph_module.code
+    torch.testing.assert_close(exported.module()(ids, mask).logits[mask], model(ids, mask).logits[mask])
