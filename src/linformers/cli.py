@@ -188,21 +188,29 @@ def bench(
     tokens: Annotated[int, typer.Option(help="Tokens in a pass.")] = 8192,
     layers: Annotated[int, typer.Option(help="Layers of each model.")] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size of each model; heads have 64 channels.")] = 256,
+    task: Annotated[str, typer.Option(help="inference, training, or both with a comma between.")] = "inference",
+    sharing: Annotated[str, typer.Option(help="How the Linformers share E and F.")] = "layerwise",
+    dropout: Annotated[float, typer.Option(help="Dropout in training.")] = 0.0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too: takes minutes.")] = False,
+    batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits into the GPU.")] = False,
     out: Out = Path("runs/bench"),
 ) -> None:
-    """Time and memory of an inference pass over (n, k), beside the Transformer with fused attention."""
+    """Time and memory over (n, k), beside the Transformers that a user would pick instead."""
     from .benchmark import report
 
-    report.run(
-        _numbers("lengths", lengths),
-        _numbers("projected", projected),
+    settings = report.Settings(
+        lengths=_numbers("lengths", lengths),
+        projected=_numbers("projected", projected),
         tokens=tokens,
         layers=layers,
         hidden=hidden,
-        out=out,
-        command=_command(),
-        console=console,
+        tasks=task.split(","),
+        compiled=compiled,
+        dropout=dropout,
+        sharing=sharing,
+        batches=batches,
     )
+    report.run(settings, out=out, command=_command(), console=console)
 
 
 def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:

@@ -15,7 +15,8 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from . import plots
-from .benchmark.efficiency import Cell, best_device, compare_lengths, curves, mebibytes, milliseconds, peak_memory
+from .benchmark.efficiency import Cell, compare, curves, mebibytes, milliseconds
+from .benchmark.measure import best_device, peak_memory
 from .checks import check_size, make_folder
 from .heads import LinformerForMaskedLM
 from .training import pretrain
@@ -113,13 +114,14 @@ def recipe(name: str, steps: int, out: Path) -> Recipe:
 
 
 def measure_lengths(console: Console) -> list[Cell]:
-    cells = []
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bars:
         task = bars.add_task("measuring", total=3 * len(LENGTHS))
-        for cell in compare_lengths(LENGTHS, [PROJECTED], tokens=TOKENS, device=best_device(), **SIZE):
-            cells.append(cell)
-            bars.update(task, advance=1, description=f"{cell.model}, n={cell.n}")
-    return cells
+
+        def show(name: str) -> None:
+            bars.update(task, advance=1, description=name)
+
+        options: dict[str, Any] = {"tokens": TOKENS, "device": best_device(), "roberta": False, "on_model": show}
+        return [cell for measured in compare(LENGTHS, [PROJECTED], **options, **SIZE) for cell in measured]
 
 
 def length_table(cells: list[Cell]) -> Table:
@@ -129,7 +131,7 @@ def length_table(cells: list[Cell]) -> Table:
     table.caption = f"k={PROJECTED}; faster than the fused one, smaller than the unfused"
     for unfused, fused, linformer in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
         costs = (f"{milliseconds(c):.0f} · {mebibytes(c):.0f}" for c in (unfused, fused, linformer))
-        faster, smaller = fused.seconds / linformer.seconds, unfused.peak_bytes / linformer.peak_bytes
+        faster, smaller = milliseconds(fused) / milliseconds(linformer), mebibytes(unfused) / mebibytes(linformer)
         table.add_row(str(fused.n), *costs, f"{faster:.1f}×", f"{smaller:.1f}×")
     return table
 

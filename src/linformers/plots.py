@@ -24,7 +24,13 @@ LOOK: Any = {
     "axes.titleweight": "bold",
     "legend.frameon": False,
 }
-TRANSFORMERS = {"Transformer": "#333333", "Transformer, fused": "#333333", "Transformer, unfused": "#aaaaaa"}
+TRANSFORMERS = {
+    "Transformer": "#333333",
+    "Transformer, fused": "#333333",
+    "Transformer, unfused": "#aaaaaa",
+    "RoBERTa, SDPA": "#8c6d46",
+}
+COMPILED = ", compiled"
 LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057")
 
 
@@ -60,7 +66,7 @@ def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks([x for x, _ in next(iter(curves.values()))])
+    axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
@@ -68,10 +74,15 @@ def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
 
 
 def _draw(axes: Any, curves: Curves, **style: Any) -> None:
-    colours = iter(LINFORMERS * len(curves))
+    """A colour for each model; the compiled ones dashed."""
+    colours = dict(TRANSFORMERS)
+    own = iter(LINFORMERS * len(curves))
     for name, points in curves.items():
-        twin = TRANSFORMERS.get(name)
+        model = name.removesuffix(COMPILED)
+        colour = colours.setdefault(model, "") or next(own)
+        colours[model] = colour
         # The wider line shows on both sides of one that covers it.
-        width = 3 if twin else 1.5
-        axes.plot(*zip(*points, strict=True), color=twin or next(colours), lw=width, label=name, **style)
-    axes.legend()
+        width = 3 if model in TRANSFORMERS and model == name else 1.5
+        line = "--" if name.endswith(COMPILED) else "-"
+        axes.plot(*zip(*points, strict=True), line, color=colour, lw=width, label=name, **style)
+    axes.legend(fontsize=7 if len(curves) > 5 else None)

@@ -1,68 +1,184 @@
-"""Section 5.3 of the paper: time and memory of an inference pass over (n, k), the number of tokens held fixed."""
+"""Section 5.3 of the paper: time and memory over (n, k), the number of tokens held fixed."""
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import RobertaConfig, RobertaModel
 
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
+from . import floor
+from .measure import OutOfMemoryError, Run, interleaved, joules, largest_batch, memory_errors, peak_memory, release
 
-UNFUSED, FUSED = "Transformer, unfused", "Transformer, fused"
+UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
+VOCABULARY = 1000
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model at one length, and what a pass costs."""
+    """One model at one length, and what a pass costs; no `seconds` where memory ran out.
+
+    Attributes:
+        model: its name.
+        n: the sequence length.
+        k: the projected length, where it has one.
+        batch: sequences in a pass.
+        task: `"inference"`, or `"training"`: a forward and a backward pass.
+        seconds: the median time of a pass.
+        peak_bytes: the most memory that a pass takes beside weights and input.
+        floor: the least time that the hardware allows, in seconds.
+        joules: what a pass takes, where the driver tells.
+        largest_batch: the most sequences that fit into memory, where that was asked for.
+    """
 
     model: str
     n: int
     k: int | None
     batch: int
-    seconds: float
-    peak_bytes: int
+    task: str
+    seconds: float | None
+    peak_bytes: int | None
+    floor: float | None = None
+    joules: float | None = None
+    largest_batch: int | None = None
 
 
-def compare_lengths(
+@dataclass(frozen=True)
+class Contender:
+    """A model to measure: how to make it, and whether to compile it."""
+
+    name: str
+    k: int | None
+    fields: dict[str, Any]
+    compiled: bool = False
+    is_roberta: bool = False
+
+    def config(self, n: int) -> LinformerConfig:
+        return LinformerConfig(vocab_size=VOCABULARY, max_position_embeddings=n, **self.fields)
+
+    def build(self, n: int, device: str, dtype: str) -> nn.Module:
+        with torch.device(device):
+            model = self._roberta(n) if self.is_roberta else LinformerModel(self.config(n))
+        model = model.to(getattr(torch, dtype))
+        return torch.compile(model, dynamic=False) if self.compiled else model  # type: ignore[return-value]
+
+    def _roberta(self, n: int) -> nn.Module:
+        """The same sizes in transformers' RoBERTa, whose first two positions are for padding."""
+        ours = self.config(n)
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        others = ("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob")
+        fields = {name: getattr(ours, name) for name in (*sizes, *others)}
+        config = RobertaConfig(vocab_size=VOCABULARY, max_position_embeddings=n + 2, **fields)
+        config._attn_implementation = "sdpa"
+        return RobertaModel(config, add_pooling_layer=False)
+
+
+def contenders(
+    n: int, projected_lengths: Sequence[int], *, compiled: bool = False, roberta: bool = True, **fields: Any
+) -> list[Contender]:
+    """What to measure at n: the paper's baseline, those that users have today, and a Linformer for each k < n."""
+    twin = {**fields, "projection": "identity"}
+    ways = (False, True) if compiled else (False,)
+
+    def name(model: str, compiled: bool) -> str:
+        return f"{model}, compiled" if compiled else model
+
+    found = [Contender(UNFUSED, None, {**twin, "attn_implementation": "eager"})]
+    if roberta:
+        found += [Contender(name(ROBERTA, way), None, twin, way, is_roberta=True) for way in ways]
+    found += [Contender(name(FUSED, way), None, {**twin, "attn_implementation": "triton"}, way) for way in ways]
+    for k in projected_lengths:
+        own = {**fields, "projected_length": k, "attn_implementation": "triton"}
+        found += [Contender(name(f"Linformer k={k}", way), k, own, way) for way in ways if k < n]
+    return found
+
+
+def compare(
     lengths: Sequence[int],
     projected_lengths: Sequence[int],
     *,
     tokens: int,
-    device: str = "cpu",
+    device: str,
+    dtype: str = "float32",
+    tasks: Sequence[str] = ("inference",),
+    compiled: bool = False,
+    roberta: bool = True,
+    with_floor: bool = False,
+    with_batches: bool = False,
+    on_model: Callable[[str], None] = lambda name: None,
     **fields: Any,
-) -> Iterator[Cell]:
-    """Measure at each n the Transformer, unfused and fused, and a Linformer for each k < n.
+) -> Iterator[list[Cell]]:
+    """Measure all contenders at each n and task; those of one n are timed in turn.
 
-    Each pass has `tokens` tokens; `fields` are fields of `LinformerConfig` for all of the models.
+    Each pass has `tokens` tokens; `fields` are fields of `LinformerConfig` for all of the models. `on_model` is called
+    with a name whenever a model is about to be measured.
     """
+    torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
     for n in lengths:
-        batch = max(1, tokens // n)
-        ids = torch.randint(5, 1000, (batch, n), device=device)
-        for name, k, choice in variants(n, projected_lengths):
-            model = _model(device, vocab_size=1000, max_position_embeddings=n, **choice, **fields)
-            seconds, peak = measure(model, ids)
-            yield Cell(name, n, k, batch, seconds, peak)
+        for task in tasks:
+            torch._dynamo.reset()
+            release()
+            models = contenders(n, projected_lengths, compiled=compiled, roberta=roberta, **fields)
+            yield list(
+                _measure(models, n, max(1, tokens // n), task, device, dtype, with_floor, with_batches, on_model)
+            )
 
 
-def variants(n: int, projected_lengths: Sequence[int]) -> list[tuple[str, int | None, dict[str, Any]]]:
-    """Name, k and config of each model to measure at n; unfused attention is the paper's baseline."""
-    twin = {"projection": "identity"}
-    return [
-        (UNFUSED, None, {**twin, "attn_implementation": "eager"}),
-        (FUSED, None, {**twin, "attn_implementation": "sdpa"}),
-        *((f"Linformer k={k}", k, {"projected_length": k}) for k in projected_lengths if k < n),
-    ]
+def _measure(
+    models: Sequence[Contender],
+    n: int,
+    batch: int,
+    task: str,
+    device: str,
+    dtype: str,
+    with_floor: bool,
+    with_batches: bool,
+    on_model: Callable[[str], None],
+) -> Iterator[Cell]:
+    ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
+    runs: dict[str, Run] = {}
+    peaks: dict[str, int] = {}
+    for contender in models:
+        on_model(f"{contender.name}, n={n}, {task}")
+        try:
+            with memory_errors():
+                run = make_run(contender.build(n, device, dtype), ids, task)
+                run()  # what is compiled or chosen at the first run has no part in its memory
+                peaks[contender.name] = peak_memory(run, device)
+                runs[contender.name] = run
+        except OutOfMemoryError:
+            continue
+    seconds = interleaved(runs)
+    for contender in models:
+        name = contender.name
+        floors = energy = most = None
+        if with_floor:
+            floors = floor.floor_seconds(
+                contender.config(n), batch, n, training=task == "training", device=device, dtype=dtype
+            )
+        if name in runs and device == "cuda":
+            energy = joules(runs[name], seconds[name])
+            if with_batches and not contender.compiled:
+                most = _most(contender, n, batch, task, device, dtype, peaks[name])
+        yield Cell(name, n, contender.k, batch, task, seconds.get(name), peaks.get(name), floors, energy, most)
+
+
+def _most(contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int) -> int:
+    model = contender.build(n, device, dtype)
+
+    def run(sequences: int) -> None:
+        make_run(model, torch.randint(5, VOCABULARY, (sequences, n), device=device), task)()
+
+    return largest_batch(run, batch, peak)
 
 
 def compare_projected_lengths(
-    k: int, smaller: int, n: int, *, tokens: int, device: str = "cpu", **fields: Any
+    k: int, smaller: int, n: int, *, tokens: int, device: str = "cpu", dtype: str = "float32", **fields: Any
 ) -> Iterator[Cell]:
     """Measure what a smaller k saves in some of the heads, in some of the layers, and in all of them."""
     base = LinformerConfig(**fields)
@@ -75,92 +191,54 @@ def compare_projected_lengths(
         f"k={smaller}": smaller,
     }
     batch = max(1, tokens // n)
-    ids = torch.randint(5, 1000, (batch, n), device=device)
-    models = {
-        name: _model(device, vocab_size=1000, max_position_embeddings=n, projected_length=choice, **fields)
+    ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
+    runs = {
+        name: make_run(
+            Contender(name, None, {**fields, "projected_length": choice}).build(n, device, dtype), ids, "inference"
+        )
         for name, choice in choices.items()
     }
-    for name, seconds in interleaved({name: _pass(model, ids) for name, model in models.items()}).items():
-        yield Cell(name, n, None, batch, seconds, peak_memory(_pass(models[name], ids), device))
+    for name, seconds in interleaved(runs).items():
+        yield Cell(name, n, None, batch, "inference", seconds, peak_memory(runs[name], device))
 
 
-def measure(model: LinformerModel, ids: Tensor) -> tuple[float, int]:
-    """Median seconds of a pass, and the most memory it takes beside weights and input."""
-    run = _pass(model, ids)
-    return interleaved({"": run})[""], peak_memory(run, ids.device)
+def make_run(model: nn.Module, ids: Tensor, task: str) -> Run:
+    """A pass as a function: forward alone, or forward and backward."""
+    if task == "inference":
+        model.eval()
 
+        @torch.no_grad()
+        def infer() -> Any:
+            return model(ids).last_hidden_state
 
-def interleaved(runs: dict[str, Callable[[], Any]], min_seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike."""
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    start = time.perf_counter()
-    while time.perf_counter() - start < min_seconds * len(runs) or len(next(iter(times.values()))) < rounds:
-        for name, run in runs.items():
-            began = _now()
-            run()
-            times[name].append(_now() - began)
-    return {name: statistics.median(values) for name, values in times.items()}
+        return infer
+    model.train()
+    parameters = list(model.parameters())
+    embeddings = parameters[0]  # (words, d)
+    gradient = torch.randn(*ids.shape, embeddings.shape[1], device=ids.device, dtype=embeddings.dtype)
 
+    def step() -> None:
+        model(ids).last_hidden_state.backward(gradient)
+        for parameter in parameters:
+            parameter.grad = None
 
-def peak_memory(run: Callable[[], Any], device: str | torch.device) -> int:
-    """The most bytes of tensors that live at once on `device` during `run`, beside those that lived before."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and end otherwise
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        run()
-    assert profile.profiler is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return step
 
 
 def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, list[tuple[float, float]]]:
-    """The value of each cell against its n, by model."""
-    models = dict.fromkeys(cell.model for cell in cells)
-    return {model: [(cell.n, value(cell)) for cell in cells if cell.model == model] for model in models}
+    """The value of each cell against its n, by model; where memory ran out there is none."""
+    measured = [cell for cell in cells if cell.seconds is not None]
+    models = dict.fromkeys(cell.model for cell in measured)
+    return {model: [(cell.n, value(cell)) for cell in measured if cell.model == model] for model in models}
 
 
 def milliseconds(cell: Cell) -> float:
-    return 1000 * cell.seconds
+    return 1000 * (cell.seconds or 0)
 
 
 def mebibytes(cell: Cell) -> float:
-    return cell.peak_bytes / 2**20
+    return (cell.peak_bytes or 0) / 2**20
 
 
 def as_records(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [asdict(cell) for cell in cells]
-
-
-def _model(device: str, **fields: Any) -> LinformerModel:
-    return LinformerModel(LinformerConfig(**fields)).to(device).eval()
-
-
-def _pass(model: LinformerModel, ids: Tensor) -> Callable[[], Any]:
-    @torch.no_grad()
-    def run() -> Any:
-        return model(ids).last_hidden_state
-
-    return run
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

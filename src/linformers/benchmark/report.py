@@ -1,101 +1,255 @@
-"""The efficiency benchmark as a table, a plot and json."""
+"""The efficiency benchmark as tables, sentences, plots, markdown and json."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import plots
-from ..checks import check_size, make_folder
+from ..checks import check_choice, check_size, make_folder
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
+    ROBERTA,
     UNFUSED,
     Cell,
     as_records,
-    best_device,
-    compare_lengths,
+    compare,
     compare_projected_lengths,
+    contenders,
     curves,
     mebibytes,
     milliseconds,
-    variants,
 )
+from .measure import best_device
+
+TASKS = ("inference", "training")
 
 
-def run(
-    lengths: Sequence[int],
-    projected: Sequence[int],
-    *,
-    tokens: int,
-    layers: int,
-    hidden: int,
-    out: Path,
-    command: str,
-    console: Console,
-) -> None:
-    """Measure, show, and write `efficiency.json` and `efficiency.png` to `out`."""
-    for name, size in (("tokens", tokens), ("layers", layers), ("hidden", hidden)):
-        check_size(name, size)
-    if hidden % 64:
-        raise ValueError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
-    for n in lengths:
-        if tokens % n:
-            raise ValueError(f"lengths={n} does not divide tokens={tokens}: each pass holds whole sequences")
-    if min(projected) >= max(lengths):
-        raise ValueError(f"projected={min(projected)} leaves nothing to measure: no length exceeds it")
+@dataclass(frozen=True)
+class Settings:
+    """What `linformers bench` measures.
+
+    Attributes:
+        lengths: n.
+        projected: k.
+        tokens: in a pass, whatever n.
+        layers: of each model.
+        hidden: d; heads have 64 channels.
+        tasks: of `TASKS`.
+        compiled: measure models through `torch.compile`, too.
+        dropout: in training.
+        sharing: of the Linformers.
+        batches: find the largest batch that fits (on a GPU).
+    """
+
+    lengths: Sequence[int]
+    projected: Sequence[int]
+    tokens: int
+    layers: int
+    hidden: int
+    tasks: Sequence[str] = ("inference",)
+    compiled: bool = False
+    dropout: float = 0.0
+    sharing: str = "layerwise"
+    batches: bool = False
+
+    def check(self) -> None:
+        for name in ("tokens", "layers", "hidden"):
+            check_size(name, getattr(self, name))
+        for task in self.tasks:
+            check_choice("task", task, TASKS)
+        if self.hidden % 64:
+            raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
+        for n in self.lengths:
+            if self.tokens % n:
+                raise ValueError(f"lengths={n} does not divide tokens={self.tokens}: each pass holds whole sequences")
+        if min(self.projected) >= max(self.lengths):
+            raise ValueError(f"projected={min(self.projected)} leaves nothing to measure: no length exceeds it")
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.hidden // 64,
+            "intermediate_size": 4 * self.hidden,
+            "hidden_dropout_prob": self.dropout,
+            "attention_probs_dropout_prob": self.dropout,
+            "sharing": self.sharing,
+        }
+
+
+def run(settings: Settings, *, out: Path, command: str, console: Console) -> None:
+    """Measure, show, and write `efficiency.json`, `efficiency.md` and the plots to `out`."""
+    settings.check()
     make_folder("out", out)
     device = best_device()
-    fields = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": hidden // 64,
-        "intermediate_size": 4 * hidden,
-    }
-    count = sum(len(variants(n, projected)) for n in lengths)
-    measured = compare_lengths(lengths, projected, tokens=tokens, device=device, **fields)
-    cells = list(track(measured, "lengths", total=count, console=console))
-    console.print(length_table(cells, milliseconds, "Milliseconds of a pass (× faster than fused)", FUSED))
-    console.print(length_table(cells, mebibytes, "MiB of a pass (× smaller than unfused)", UNFUSED))
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    fields = settings.fields()
+    cells = _measure(settings, fields, device, dtype, console)
+    tables = [table for task in settings.tasks for table in task_tables(cells, task)]
+    sentences = [line for task in settings.tasks for line in crossovers(cells, task)]
 
-    n, k, smaller = max(lengths), max(projected), min(projected)
+    n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
     mixed: list[Cell] = []
     if smaller < k < n and k % smaller == 0:
-        measured = compare_projected_lengths(k, smaller, n, tokens=tokens, device=device, **fields)
-        mixed = list(track(measured, "smaller k", total=4, console=console))
-        console.print(saving_table(mixed, n))
+        own = {**fields, "attn_implementation": "triton"}
+        measured = compare_projected_lengths(k, smaller, n, tokens=settings.tokens, device=device, dtype=dtype, **own)
+        mixed = list(measured)
+        tables.append(saving_table(mixed, n))
 
-    record = {"command": command, "commit": commit(), **environment(), **fields, "tokens": tokens}
+    for table in tables:
+        console.print(table)
+    for line in sentences:
+        console.print(line, highlight=False)
+    where = {"command": command, "commit": commit(), **environment(), "dtype": dtype}
+    record = {**where, **fields, "tokens": settings.tokens}
     record |= {"lengths": as_records(cells), "projected_lengths": as_records(mixed)}
     (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
-    plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), out / "efficiency.png")
+    (out / "efficiency.md").write_text(markdown(tables, sentences, where), encoding="utf-8")
+    for task in settings.tasks:
+        own_cells = [cell for cell in cells if cell.task == task]
+        for suffix in ("png", "svg"):
+            figure = out / f"{task}.{suffix}"
+            plots.efficiency(curves(own_cells, milliseconds), curves(own_cells, mebibytes), figure)
     console.print(f"Written to {out}", markup=False)
 
 
-def length_table(cells: Sequence[Cell], value: Callable[[Cell], float], title: str, baseline: str) -> Table:
-    """One measure of a pass at each n; in brackets, how many times less a Linformer needs than the baseline."""
+def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str, console: Console) -> list[Cell]:
+    count = len(settings.tasks) * sum(
+        len(contenders(n, settings.projected, compiled=settings.compiled, **fields)) for n in settings.lengths
+    )
+    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
+        task = bars.add_task("", total=count)
+        cells = [
+            cell
+            for measured in compare(
+                settings.lengths,
+                settings.projected,
+                tokens=settings.tokens,
+                device=device,
+                dtype=dtype,
+                tasks=settings.tasks,
+                compiled=settings.compiled,
+                with_floor=True,
+                with_batches=settings.batches,
+                on_model=lambda name: bars.update(task, advance=1, description=name),
+                **fields,
+            )
+            for cell in measured
+        ]
+        bars.update(task, completed=count, description="measured")
+    return cells
+
+
+def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
+    """What a pass costs in each measure, and how many times less than the baseline of that measure."""
+    own = [cell for cell in cells if cell.task == task]
+    fastest = baseline(own)
+    tables = [
+        length_table(own, milliseconds, f"Milliseconds, {task} (× faster than {fastest})", fastest),
+        length_table(own, mebibytes, f"MiB beside the weights, {task} (× smaller than unfused)", UNFUSED),
+        length_table(own, over_floor, f"Time over the floor of the hardware, {task}", None, digits=2),
+    ]
+    if any(cell.joules is not None for cell in own):
+        tables.append(length_table(own, lambda c: c.joules, f"Joules, {task} (× less than {fastest})", fastest, 2))
+    if any(cell.largest_batch is not None for cell in own):
+        title = f"Largest batch that fits, {task} (× that of the unfused)"
+        tables.append(length_table(own, lambda c: c.largest_batch, title, UNFUSED, inverse=True))
+    return tables
+
+
+def baseline(cells: Sequence[Cell]) -> str:
+    """What a user would pick instead: RoBERTa with fused attention, compiled where that was measured."""
+    names = [f"{ROBERTA}, compiled", ROBERTA, FUSED]
+    return next(name for name in names if any(cell.model == name for cell in cells))
+
+
+def length_table(
+    cells: Sequence[Cell],
+    value: Callable[[Cell], float | None],
+    title: str,
+    against: str | None,
+    digits: int = 1,
+    inverse: bool = False,
+) -> Table:
+    """One measure at each n; in brackets, how many times better a Linformer is than the model it stands against."""
     models = list(dict.fromkeys(cell.model for cell in cells))
-    table = Table("n", *models, title=title)
-    for n in dict.fromkeys(cell.n for cell in cells):
-        own = {cell.model: value(cell) for cell in cells if cell.n == n}
-
-        def entry(model: str, own: dict[str, float] = own) -> str:
-            if model not in own:
-                return "–"
-            gain = "" if model in (UNFUSED, FUSED) else f" ({own[baseline] / own[model]:.2f}×)"
-            return f"{own[model]:.0f}{gain}"
-
-        table.add_row(str(n), *map(entry, models))
+    lengths = list(dict.fromkeys(cell.n for cell in cells))
+    table = Table("model", *(f"n={n}" for n in lengths), title=title)
+    by_place = {(cell.model, cell.n): cell for cell in cells}
+    for model in models:
+        row = []
+        for n in lengths:
+            cell = by_place.get((model, n))
+            if cell is None:
+                row.append("–")
+                continue
+            own = value(cell)
+            if cell.seconds is None or own is None:
+                row.append("out of memory" if cell.seconds is None else "–")
+                continue
+            other = by_place.get((against, n)) if against and cell.k is not None else None
+            gain = ""
+            if other is not None and other.seconds is not None:
+                base = value(other)
+                assert base is not None
+                gain = f" ({own / base if inverse else base / own:.2f}×)"
+            row.append(f"{own:,.{digits if own < 100 else 0}f}{gain}")
+        table.add_row(model, *row)
     return table
+
+
+def over_floor(cell: Cell) -> float | None:
+    return None if cell.seconds is None or not cell.floor else cell.seconds / cell.floor
+
+
+def crossovers(cells: Sequence[Cell], task: str) -> list[str]:
+    """From which n on each Linformer is faster than what a user would pick instead."""
+    own = [cell for cell in cells if cell.task == task]
+    other = baseline(own)
+    # What runs out of memory has lost.
+    rival = {cell.n: cell.seconds or math.inf for cell in own if cell.model == other}
+    suffix = ", compiled" if other.endswith("compiled") else ""
+    lines = []
+    for k in dict.fromkeys(cell.k for cell in own if cell.k is not None):
+        name = f"Linformer k={k}{suffix}"
+        times = {cell.n: cell.seconds or math.inf for cell in own if cell.model == name}
+        wins = [n for n in times if times[n] < rival[n]]
+        losses = [n for n in times if n not in wins]
+        from_here = [n for n in wins if not losses or n > max(losses)]
+        if from_here:
+            lines.append(f"{task}: {name} is faster than {other} from n={min(from_here)} on.")
+        else:
+            lines.append(f"{task}: {name} is faster than {other} at no n up to {max(times)}.")
+    return lines
 
 
 def saving_table(cells: Sequence[Cell], n: int) -> Table:
     table = Table("projected length", "time", "of the first", title=f"What a smaller k saves at n={n}")
     for cell in cells:
-        table.add_row(cell.model, f"{milliseconds(cell):.0f} ms", f"{cell.seconds / cells[0].seconds:.2f}")
+        assert cell.seconds is not None
+        assert cells[0].seconds is not None
+        table.add_row(cell.model, f"{milliseconds(cell):.1f} ms", f"{cell.seconds / cells[0].seconds:.2f}")
     return table
+
+
+def markdown(tables: Sequence[Table], sentences: Sequence[str], where: dict[str, Any]) -> str:
+    """The tables and sentences as a page, with where the numbers come from."""
+    lines = ["# Efficiency", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
+    for table in tables:
+        columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+        header, *rows = zip(*columns, strict=True)
+        lines += [f"## {table.title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines.append("")
+    return "\n".join([*lines, *sentences, ""])

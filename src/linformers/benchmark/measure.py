@@ -1,0 +1,128 @@
+"""Time, memory and energy of a function, on a GPU or a CPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Run = Callable[[], Any]
+
+
+class OutOfMemoryError(Exception):
+    """The device has too little memory for a run."""
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn the several ways in which torch runs out of memory into one, and give back what was taken."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        error.__traceback__ = None  # it holds the tensors of all frames
+        reason = OutOfMemoryError(str(error).splitlines()[0])
+    else:
+        return
+    release()
+    raise reason
+
+
+def release() -> None:
+    """Free what nobody holds any more, so that the next measurement starts afresh."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def interleaved(runs: dict[str, Run], min_seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
+    """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
+    while runs and (time.perf_counter() - start < min_seconds * len(runs) or len(next(iter(times.values()))) < rounds):
+        for name, run in runs.items():
+            began = _now()
+            run()
+            times[name].append(_now() - began)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_memory(run: Run, device: str | torch.device) -> int:
+    """The most bytes of tensors that live at once on `device` during `run`, beside those that lived before."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and end otherwise
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        run()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def joules(run: Run, seconds: float, at_least: float = 0.5) -> float | None:
+    """What the GPU's own counter says that a run of so many seconds takes; `None` where the driver does not tell."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        count = max(1, round(at_least / seconds))
+        torch.cuda.synchronize()
+        before = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # millijoules
+        for _ in range(count):
+            run()
+        torch.cuda.synchronize()
+        return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1000 / count
+    except (ImportError, AssertionError, RuntimeError):
+        return None
+    except Exception as error:
+        if isinstance(error, getattr(sys.modules.get("pynvml"), "NVMLError", ())):
+            return None
+        raise
+
+
+def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int) -> int:
+    """The most sequences that go through at once: reckoned from what `batch` of them take, then tried."""
+    release()
+    free, _ = torch.cuda.mem_get_info()
+    guess = max(1, int(batch * free / max(1, peak_bytes)))
+    while guess > 1:
+        try:
+            with memory_errors():
+                run(guess)
+                torch.cuda.synchronize()
+            break
+        except OutOfMemoryError:
+            guess = int(guess * 0.97) if guess > 33 else guess - 1
+    release()
+    return guess
+
+
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,175 @@
+"""The benchmark: that it measures the right thing, and says what it measured."""
+
+import json
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from linformers import LinformerConfig
+from linformers.benchmark import efficiency, floor, measure, report
+from linformers.benchmark.efficiency import FUSED, ROBERTA, UNFUSED, Cell, Contender
+from linformers.benchmark.measure import interleaved, peak_memory
+from linformers.cli import app
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 256}
+
+
+def test_bench(tmp_path):
+    arguments = ["--lengths", "64,128", "--projected", "16,32", "--tokens", "256", "--layers", "2", "--hidden", "64"]
+    arguments += ["--task", "inference,training", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    record = json.loads((tmp_path / "efficiency.json").read_text())
+    assert {"command", "commit", "device", "torch", "transformers", "dtype"} <= record.keys()
+    assert [(cell["n"], cell["task"], cell["model"]) for cell in record["lengths"]] == [
+        (n, task, model)
+        for n in (64, 128)
+        for task in ("inference", "training")
+        for model in (UNFUSED, ROBERTA, FUSED, "Linformer k=16", "Linformer k=32")
+    ]
+    assert len(record["projected_lengths"]) == 4
+    assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 and cell["floor"] > 0 for cell in record["lengths"])
+    for name in ("inference.png", "inference.svg", "training.png", "training.svg"):
+        assert (tmp_path / name).stat().st_size > 1000
+    page = (tmp_path / "efficiency.md").read_text()
+    for text in ("| Linformer k=16 |", "## Milliseconds, training", "is faster than RoBERTa, SDPA", record["torch"]):
+        assert text in page
+
+
+def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
+    build = Contender.build
+
+    def fail(self, n, device, dtype):
+        if self.name == UNFUSED:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
+        return build(self, n, device, dtype)
+
+    monkeypatch.setattr(Contender, "build", fail)
+    ((first, *others),) = efficiency.compare([64], [16], tokens=64, device="cpu", **SMALL)
+    assert (first.model, first.seconds, first.peak_bytes) == (UNFUSED, None, None)
+    assert all(cell.seconds and cell.peak_bytes for cell in others)
+    (table, *_) = report.task_tables([first, *others], "inference")
+    assert "out of memory" in list(table.columns[1].cells)
+    assert UNFUSED not in efficiency.curves([first, *others], efficiency.milliseconds)
+
+
+def test_other_errors_are_no_lack_of_memory():
+    with pytest.raises(RuntimeError, match="shape"), measure.memory_errors():
+        raise RuntimeError("wrong shape")
+
+
+def test_contenders_are_the_same_model():
+    """The same sizes and number of weights, but for E and RoBERTa's two positions more."""
+    models = {
+        c.name: c.build(64, "cpu", "float32") for c in efficiency.contenders(64, [16], **SMALL, hidden_dropout_prob=0.0)
+    }
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    assert sizes[UNFUSED] == sizes[FUSED] == sizes["Linformer k=16"] - 64 * 16
+    assert sizes[ROBERTA] == sizes[FUSED] + 2 * 64
+    assert models[ROBERTA].config._attn_implementation == "sdpa"
+    assert models[UNFUSED].config._attn_implementation == "eager"
+    assert models[ROBERTA].config.hidden_dropout_prob == 0.0
+
+
+def test_compiled_models_are_measured_too():
+    names = [c.name for c in efficiency.contenders(64, [16, 64], compiled=True, **SMALL)]
+    assert names == [
+        UNFUSED, ROBERTA, f"{ROBERTA}, compiled", FUSED, f"{FUSED}, compiled",
+        "Linformer k=16", "Linformer k=16, compiled",
+    ]  # fmt: skip
+
+
+def test_training_leaves_no_gradient_behind():
+    model = Contender("", 16, {**SMALL, "projected_length": 16}).build(64, "cpu", "float32")
+    run = efficiency.make_run(model, torch.full((2, 64), 7), "training")
+    seen = []
+    model.embeddings.word_embeddings.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    run()
+    assert model.training
+    assert seen[0] > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_products_are_those_of_the_model():
+    """The products of the floor are the FLOPs that torch counts, those within attention aside."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from linformers import LinformerModel
+
+    for choice in ({"projection": "identity"}, {"sharing": "layerwise"}, {"sharing": "headwise"}, {"sharing": "none"}):
+        config = LinformerConfig(**SMALL, max_position_embeddings=32, projected_length=8, **choice)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model, ids = LinformerModel(config), torch.ones(3, 32, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(ids)
+        keys = 32 if choice.get("projection") else 8
+        attention = 2 * 4 * 3 * 32 * keys * 64
+        assert sum(p.flops for p in floor.products(config, 3, 32)) + attention == counter.get_total_flops()
+
+
+def test_floor(monkeypatch):
+    monkeypatch.setattr(floor, "product_seconds", lambda product, device, dtype: product.flops / 1e12)
+    monkeypatch.setattr(floor, "bandwidth", lambda device: 1e11)
+    config = LinformerConfig(**SMALL, max_position_embeddings=32, projected_length=8)
+    seconds = floor.floor_seconds(config, 4, 32, training=False, device="cpu", dtype="float32")
+    flops = sum(p.flops for p in floor.products(config, 4, 32))
+    attention = 2 * max(4 * 128 * 8 * 64 / 1e12, (2 * 128 + 2 * 4 * 8) * 64 * 4 / 1e11)
+    assert seconds == pytest.approx(flops / 1e12 + 5 * 3 * 128 * 64 * 4 / 1e11 + attention)
+    assert floor.floor_seconds(config, 4, 32, training=True, device="cpu", dtype="float32") > 2 * seconds
+
+
+def cells_of(name, times, k=None):
+    return [Cell(name, n, k, 1, "inference", seconds, 1) for n, seconds in times.items()]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({512: 3.0, 1024: 1.0, 2048: 1.0}, "from n=1024 on"),
+        ({512: 1.0, 1024: 3.0, 2048: 1.0}, "from n=2048 on"),
+        ({512: 1.0, 1024: 1.0, 2048: 1.0}, "from n=512 on"),
+        ({512: 3.0, 1024: 3.0}, "at no n up to 1024"),
+        ({512: 3.0, 4096: 3.0}, "from n=4096 on"),
+        ({512: None, 1024: 1.0}, "from n=1024 on"),
+    ],
+)
+def test_crossover(times, expected):
+    rival = cells_of(ROBERTA, {512: 2.0, 1024: 2.0, 2048: 2.0, 4096: None})
+    (line,) = report.crossovers([*rival, *cells_of("Linformer k=64", times, 64)], "inference")
+    assert line == f"inference: Linformer k=64 is faster than {ROBERTA} {expected}."
+
+
+def test_largest_batch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tried = []
+
+    def run(batch):
+        tried.append(batch)
+        if batch > 90:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert 85 <= measure.largest_batch(run, batch=10, peak_bytes=100) <= 90
+    assert tried[0] == 100
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    x = torch.ones(1000, 1000)  # 4 MB
+
+    def run():
+        a = x + 1  # 4 MB
+        b = a + 1  # 8 MB
+        del a
+        return torch.cat([b, b, b]).sum()  # 4 + 12 MB
+
+    assert peak_memory(run, "cpu") == pytest.approx(16e6, rel=0.01)
+
+
+def test_timing_is_of_the_right_function():
+
+    times = interleaved({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, min_seconds=0.05)
+    assert times["slow"] >= 0.02
+    assert times["fast"] < times["slow"]
