@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
-from linformers.ops.ranks import Ranks
+from linformers.ops.ranks import Ranks, zero_padding
 from linformers.ops.reference import attend
 from linformers.projections import LinearProjection, MeanMap, window_matrix
 
@@ -41,7 +41,8 @@ def test_equals_its_definition(mode, attn_implementation):
             assert_same(result, naive_attention(attention, E, F, x))
             mask = torch.rand(3, length) < 0.6
             mask[:, length // 2] = True
-            result, _ = attention(x, E, F, Ranks.of(mask), attn_implementation=attn_implementation)
+            ranks = Ranks.of(mask)
+            result, _ = attention(zero_padding(x, mask), E, F, ranks, attn_implementation=attn_implementation)
             assert_same(result[mask], naive_attention(attention, E, F, x, mask)[mask])
 
 

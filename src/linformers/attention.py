@@ -90,15 +90,13 @@ class ProjectedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `hidden_states` (b, n, d) to its own projection, or to that of `context`.
 
+        Both are 0 at padding: whoever calls has seen to that, at a place where it costs nothing.
+
         Returns:
             The result (b, n, d) and, from `attn_implementation="eager"`, $\bar P$ (b, h, n, k).
         """
-        if ranks is not None:
-            hidden_states = zero_padding(hidden_states, ranks.mask)
         if context is None:
             context, context_ranks = hidden_states, ranks
-        elif context_ranks is not None:
-            context = zero_padding(context, context_ranks.mask)
 
         query = self._split_heads(self.query(hidden_states))  # (b, h, n, d_head)
         results = [
@@ -308,13 +306,19 @@ class LinformerAttention(ProjectedAttention):
         if source.shape[1] > self.max_length:
             refuse_length(source_name, source.shape[1], self.max_length, "make the layer with a larger max_length")
         ((E, F),) = self.projections(source.shape[1])
+        ranks = ranks_of("attention_mask", attention_mask, hidden_states)
+        context_ranks = ranks_of("context_mask", context_mask, source)
+        if ranks is not None:
+            hidden_states = zero_padding(hidden_states, ranks.mask)
+        if context is not None and context_ranks is not None:
+            context = zero_padding(context, context_ranks.mask)
         output, probs = super().forward(
             hidden_states,
             E,
             F,
-            ranks_of("attention_mask", attention_mask, hidden_states),
+            ranks,
             context,
-            ranks_of("context_mask", context_mask, source),
+            context_ranks,
             "eager" if output_attentions else self.attn_implementation,
         )
         return (output, probs) if output_attentions else output

@@ -84,9 +84,8 @@ class LinformerEmbeddings(nn.Module):
             token_type_ids = torch.zeros_like(positions)
         types = look_up("token_type_ids", self.token_type_embeddings, token_type_ids)
         embeddings = words + types + self.position_embeddings(positions)
-        if ranks is not None:
-            embeddings = zero_padding(embeddings, ranks.mask)
-        return self.dropout(self.norm(embeddings))
+        # What stands in padding must not reach the norm, and what the norm makes of 0 must not go on.
+        return real(self.dropout(self.norm(real(embeddings, ranks))), ranks)
 
 
 class FeedForward(nn.Module):
@@ -106,7 +105,11 @@ class FeedForward(nn.Module):
 
 
 class LinformerLayer(GradientCheckpointingLayer):
-    """Attention onto projected keys and values, then a feed-forward network, each with a residual and a LayerNorm."""
+    """Attention onto projected keys and values, then a feed-forward network, each with a residual and a LayerNorm.
+
+    What attention sees is 0 at padding. That is seen to where a norm has just passed over it: a compiler makes one pass
+    of the two.
+    """
 
     def __init__(self, config: LinformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -141,10 +144,15 @@ class LinformerLayer(GradientCheckpointingLayer):
 
         x = hidden_states  # (b, n, d)
         if self.config.norm_first:
-            x = x + attend(self.attention_norm(x))
+            x = x + attend(real(self.attention_norm(x), ranks))
             return x + transform(self.feed_forward_norm(x))
         x = self.attention_norm(x + attend(x))
-        return self.feed_forward_norm(x + transform(x))
+        return real(self.feed_forward_norm(x + transform(x)), ranks)
+
+
+def real(tokens: Tensor, ranks: Ranks | None) -> Tensor:
+    """The tokens with 0 at padding, if there may be any."""
+    return tokens if ranks is None else zero_padding(tokens, ranks.mask)
 
 
 class LinformerPreTrainedModel(PreTrainedModel):
