@@ -28,6 +28,8 @@ from linformers import (
     LinformerForTokenClassification,
     LinformerModel,
 )
+from linformers.benchmark.measure import peak_memory
+from linformers.encoder import FeedForward
 
 from . import modes
 
@@ -295,6 +297,29 @@ def test_feed_forward_in_chunks_is_the_same():
     chunked = LinformerModel(modes.config(chunk_size_feed_forward=4)).eval()
     chunked.load_state_dict(model.state_dict())
     torch.testing.assert_close(chunked(ids).last_hidden_state, expected, rtol=0, atol=1e-6)
+
+
+def test_without_gradients_the_feed_forward_network_goes_in_slices(monkeypatch):
+    """The same result at a smaller peak, in inference alone."""
+    model = LinformerModel(modes.config(intermediate_size=1024)).eval()
+    ids = torch.randint(31, (50, 12))
+    calls = []
+    transform = FeedForward.transform
+    monkeypatch.setattr(FeedForward, "transform", lambda self, x: calls.append(len(x)) or transform(self, x))
+
+    @torch.no_grad()
+    def run():
+        return model(ids).last_hidden_state
+
+    whole, peak = run(), peak_memory(run, "cpu")
+    monkeypatch.setattr(FeedForward, "slice_size", 128)
+    calls.clear()
+    torch.testing.assert_close(run(), whole)
+    assert calls == [128, 128, 128, 128, 88] * 2
+    assert peak_memory(run, "cpu") < 0.5 * peak
+    calls.clear()
+    torch.testing.assert_close(model(ids).last_hidden_state, whole)
+    assert calls == [50] * 2
 
 
 def test_public_names():

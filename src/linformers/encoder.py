@@ -89,7 +89,13 @@ class LinformerEmbeddings(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an activation between, applied to each token."""
+    """Two linear maps with an activation between, applied to each token.
+
+    Without gradients the tokens go through in slices: what stands between the maps is the largest tensor of the model,
+    and need not be there for all tokens at once.
+    """
+
+    slice_size = 8192  # tokens: enough to keep a GPU busy
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
@@ -99,9 +105,23 @@ class FeedForward(nn.Module):
         self.chunk_size = config.chunk_size_feed_forward
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        chunks = hidden_states.split(self.chunk_size, dim=1) if self.chunk_size else (hidden_states,)
-        results = [self.output(self.activation(self.intermediate(chunk))) for chunk in chunks]
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+        if self.chunk_size:
+            return torch.cat([self.transform(chunk) for chunk in hidden_states.split(self.chunk_size, dim=1)], dim=1)
+        # Compilers plan memory themselves, and a loop over slices would fix the number of tokens.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or hidden_states.numel() == 0:
+            return self.transform(hidden_states)
+        tokens = hidden_states.flatten(0, -2)
+        if len(tokens) <= self.slice_size:
+            return self.transform(hidden_states)
+        first = self.transform(tokens[: self.slice_size])
+        result = first.new_empty(len(tokens), first.shape[-1])
+        result[: self.slice_size] = first
+        for start in range(self.slice_size, len(tokens), self.slice_size):
+            result[start : start + self.slice_size] = self.transform(tokens[start : start + self.slice_size])
+        return result.view(*hidden_states.shape[:-1], -1)
+
+    def transform(self, tokens: Tensor) -> Tensor:
+        return self.output(self.activation(self.intermediate(tokens)))
 
 
 class LinformerLayer(GradientCheckpointingLayer):
