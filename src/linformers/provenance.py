@@ -27,7 +27,7 @@ def commit() -> str | None:
     """The commit that this code is at, where it is a git checkout."""
     folder = Path(__file__).parent
     result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def sentence(command: str) -> str:

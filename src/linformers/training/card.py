@@ -25,6 +25,7 @@ def pretrained(
     last = next(record for record in reversed(records) if "perplexity" in record)
     speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
     train, validation = (corpus.manifest["splits"][name] for name in ("train", "validation"))
+    rows = min(recipe.eval_rows, validation["tokens"] // config.max_position_embeddings)
     kind = "Transformer (projection: identity)" if config.projection == "identity" else "Linformer"
     return f"""---
 library_name: transformers
@@ -48,7 +49,7 @@ model, tokenizer = AutoModelForMaskedLM.from_pretrained("."), AutoTokenizer.from
 
 | | |
 |---|---|
-| validation perplexity at step {last["step"]:,}, fixed mask | {last["perplexity"]:.2f} |
+| validation perplexity at step {last["step"]:,}, first {rows:,} rows, fixed mask | {last["perplexity"]:.2f} |
 | median speed of training | {sorted(speeds)[len(speeds) // 2] if speeds else 0:,.0f} tokens/s |
 
 ## Data
