@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +141,21 @@ def test_crossover(times, expected):
     rival = cells_of(ROBERTA, {512: 2.0, 1024: 2.0, 2048: 2.0, 4096: None})
     (line,) = report.crossovers([*rival, *cells_of("Linformer k=64", times, 64)], "inference")
     assert line == f"inference: Linformer k=64 is faster than {ROBERTA} {expected}."
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("task", ["inference", "training"])
+def test_peers(task, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import peers
+
+    sizes = {"layers": 1, "heads": 2, "hidden": 32, "intermediate": 64}
+    cells = {cell["model"]: cell for cell in peers.measure(128, 16, 256, task, sizes, compiled=False)}
+    assert {"linformers", "ModernBERT", "Longformer", "BigBird", "Nyströmformer"} <= cells.keys()
+    assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 for cell in cells.values())
+    monkeypatch.setattr(peers, "Embedded", lambda model: 1 / 0)
+    failed = peers.measure(128, 16, 256, task, sizes, compiled=False)
+    assert [cell["failure"] for cell in failed if cell["model"] == "BigBird"] == ["ZeroDivisionError: division by zero"]
 
 
 def test_largest_batch(monkeypatch):

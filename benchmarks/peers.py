@@ -1,0 +1,212 @@
+"""The same shapes through other efficient encoders: two Linformer packages, and those of transformers.
+
+    python benchmarks/peers.py --lengths 512,4096 --out results/efficiency
+
+The packages `linformer` and `linformer-pytorch` are measured where they are installed. All models take embeddings
+(b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from linformers import LinformerConfig, LinformerModel
+from linformers.benchmark.measure import OutOfMemoryError, best_device, interleaved, memory_errors, peak_memory, release
+from linformers.provenance import commit, environment
+
+OURS, OURS_COMPILED = "linformers", "linformers, compiled"
+
+
+class Embedded(nn.Module):
+    """A model of transformers that is given embeddings and gives hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x).last_hidden_state
+
+
+def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Module]]:
+    """How to make each model that can be made here."""
+    layers, heads, d, f = (sizes[name] for name in ("layers", "heads", "hidden", "intermediate"))
+    common: dict[str, Any] = {
+        "vocab_size": 100,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "hidden_size": d,
+        "intermediate_size": f,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+    def ours() -> nn.Module:
+        config = LinformerConfig(
+            **common,
+            max_position_embeddings=n,
+            projected_length=k,
+            sharing="layerwise",
+            attn_implementation="triton",
+        )
+        return Embedded(LinformerModel(config))
+
+    def of_transformers(name: str, **fields: Any) -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(**common, **fields)
+        return Embedded(getattr(transformers, f"{name}Model")(config))
+
+    def linformer() -> nn.Module:
+        from linformer import Linformer
+
+        return Linformer(dim=d, seq_len=n, depth=layers, k=k, heads=heads)
+
+    def linformer_pytorch() -> nn.Module:
+        from linformer_pytorch import Linformer
+
+        return Linformer(
+            input_size=n,
+            channels=d,
+            dim_k=k,
+            dim_ff=f,
+            nhead=heads,
+            depth=layers,
+            dropout=0.0,
+            dropout_ff=0.0,
+            parameter_sharing="layerwise",
+        )
+
+    found = {
+        OURS: ours,
+        OURS_COMPILED: lambda: torch.compile(ours(), dynamic=False),
+        "ModernBERT": lambda: of_transformers("ModernBert", max_position_embeddings=n, pad_token_id=1),
+        "Longformer": lambda: of_transformers(
+            "Longformer", max_position_embeddings=n + 2, attention_window=min(512, n)
+        ),
+        "BigBird": lambda: of_transformers("BigBird", max_position_embeddings=n, block_size=64 if n >= 1024 else 16),
+        "Nyströmformer": lambda: of_transformers(
+            "Nystromformer", max_position_embeddings=n, segment_means_seq_len=n, num_landmarks=64
+        ),
+    }
+    for package, make in (("linformer", linformer), ("linformer_pytorch", linformer_pytorch)):
+        if importlib.util.find_spec(package):
+            found[package.replace("_", "-")] = make
+    return found
+
+
+def run_of(model: nn.Module, x: Tensor, task: str) -> Callable[[], None]:
+    if task == "inference":
+        model.eval()
+
+        @torch.no_grad()
+        def infer() -> None:
+            model(x)
+
+        return infer
+    model.train()
+    gradient = torch.randn_like(x)
+
+    def step() -> None:
+        model(x).backward(gradient)
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: bool) -> list[dict[str, Any]]:
+    """Seconds and bytes of a pass of each model; what fails says why."""
+    device = best_device()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(max(1, tokens // n), n, sizes["hidden"], device=device, dtype=dtype)
+    runs, peaks, failures = {}, {}, {}
+    for name, make in peers(n, k, sizes).items():
+        if name == OURS_COMPILED and not compiled:
+            continue
+        try:
+            with memory_errors(), torch.device(device):
+                run = run_of(make().to(dtype), x, task)
+                run()
+                peaks[name] = peak_memory(run, device)
+                runs[name] = run
+        except OutOfMemoryError:
+            failures[name] = "out of memory"
+        except Exception as error:  # what another package raises is its own affair, and an entry
+            failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        release()
+    seconds = interleaved(runs)
+    return [
+        {
+            "model": name,
+            "n": n,
+            "k": k,
+            "task": task,
+            "batch": len(x),
+            "seconds": seconds.get(name),
+            "peak_bytes": peaks.get(name),
+            "failure": failures.get(name),
+        }
+        for name in (*runs, *failures)
+    ]
+
+
+def table_of(cells: list[dict[str, Any]]) -> Table:
+    """Milliseconds and MiB; in brackets how many times as long as ours."""
+    first = cells[0]
+    table = Table("model", "ms", "of ours", "MiB", title=f"{first['task']}, n={first['n']}, batch {first['batch']}")
+    ours = next(cell["seconds"] for cell in cells if cell["model"] == OURS)
+    for cell in sorted(cells, key=lambda cell: cell["seconds"] or float("inf")):
+        if cell["failure"]:
+            table.add_row(cell["model"], cell["failure"], "", "")
+        else:
+            seconds = cell["seconds"]
+            table.add_row(
+                cell["model"], f"{1000 * seconds:.1f}", f"{seconds / ours:.2f}×", f"{cell['peak_bytes'] / 2**20:,.0f}"
+            )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--lengths", default="512,4096", help="n, separated by commas")
+    parser.add_argument("--projected", type=int, default=128, help="k")
+    parser.add_argument("--tokens", type=int, default=8192, help="in a pass")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--compile", action="store_true", help="measure ours compiled, too")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    options = parser.parse_args()
+    sizes = {
+        "layers": options.layers,
+        "heads": options.heads,
+        "hidden": options.hidden,
+        "intermediate": 4 * options.hidden,
+    }
+    transformers.utils.logging.set_verbosity_error()
+    console, cells = Console(), []
+    for n in map(int, options.lengths.split(",")):
+        for task in ("inference", "training"):
+            with console.status(f"{task}, n={n}"):
+                measured = measure(n, options.projected, options.tokens, task, sizes, options.compile)
+            console.print(table_of(measured))
+            cells += measured
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), **environment(), **sizes}
+    (options.out / "peers.json").write_text(json.dumps({**record, "cells": cells}, indent=1) + "\n")
+    console.print(f"Written to {options.out / 'peers.json'}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
