@@ -1,6 +1,8 @@
 """The modes that every property must hold in, and small models in each of them."""
 
-from linformers import LinformerConfig
+import torch
+
+from linformers import LinformerConfig, LinformerForMaskedLM
 
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
@@ -46,3 +48,27 @@ def config(**mode) -> LinformerConfig:
         "attention_probs_dropout_prob": 0.0,
     }
     return LinformerConfig(**{**fields, **mode})
+
+
+def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.Tensor]:
+    """A model with weights that matter, token numbers, and a mask with holes and a row of nothing but padding."""
+    model = LinformerForMaskedLM(config(**mode)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
+    mask[:, 5] = True
+    mask[3] = False
+    return model, ids, mask
+
+
+def assert_poison_in_padding_does_not_matter(model: LinformerForMaskedLM, mask: torch.Tensor) -> None:
+    """NaN where the mask is false changes no result and reaches no gradient."""
+    embeds = torch.randn(*mask.shape, model.config.hidden_size, device=mask.device)
+    results = []
+    for padding in (0.0, torch.nan):
+        model.zero_grad()
+        inputs = torch.where(mask[..., None], embeds, padding)
+        results.append(model(inputs_embeds=inputs, attention_mask=mask).logits)
+        results[-1].square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert torch.equal(results[0][mask], results[1][mask])

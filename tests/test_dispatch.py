@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
+from linformers import LinformerAttention, LinformerModel
 from linformers.attention import TRITON
 from linformers.ops import attend, dispatch
 
@@ -36,13 +36,7 @@ def interpreted(monkeypatch):
 
 
 def model_and_inputs(**fields):
-    model = LinformerForMaskedLM(modes.config(**fields)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
-    mask[:, 5] = True
-    mask[3] = False
-    return model.to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)
+    return [x.to(DEVICE) for x in modes.model_and_inputs(**fields)]
 
 
 @pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
@@ -64,15 +58,7 @@ def test_the_model_is_the_same(mode, interpreted):
 
 def test_poison_in_padding(interpreted):
     model, _, mask = model_and_inputs(attn_implementation="triton")
-    embeds = torch.randn(4, 11, 16, device=DEVICE)
-    results = []
-    for padding in (0.0, torch.nan):
-        model.zero_grad()
-        inputs = torch.where(mask[..., None], embeds, padding)
-        results.append(model(inputs_embeds=inputs, attention_mask=mask).logits)
-        results[-1].square().sum().backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    assert torch.equal(results[0][mask], results[1][mask])
+    modes.assert_poison_in_padding_does_not_matter(model, mask)
     assert interpreted
 
 

@@ -5,28 +5,16 @@ import copy
 import pytest
 import torch
 
-from linformers import LinformerForMaskedLM
-
 from . import modes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 every_mode = pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 
 
-def model_and_inputs(mode, **fields):
-    model = LinformerForMaskedLM(modes.config(**mode, **fields)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
-    mask[:, 5] = True
-    mask[3] = False
-    return model, ids, mask
-
-
 @every_mode
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "triton"])
 def test_equals_the_cpu(mode, attn_implementation):
-    model, ids, mask = model_and_inputs(mode, attn_implementation=attn_implementation)
+    model, ids, mask = modes.model_and_inputs(**mode, attn_implementation=attn_implementation)
     twin = copy.deepcopy(model).cuda()
     labels = torch.where(mask, ids, -100)
     expected = model(ids, mask, labels=labels)
@@ -41,9 +29,9 @@ def test_equals_the_cpu(mode, attn_implementation):
 
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa", "triton"])
 def test_half_precision(mode, dtype, attn_implementation):
-    model, ids, mask = model_and_inputs(mode, attn_implementation=attn_implementation)
+    model, ids, mask = modes.model_and_inputs(**mode, attn_implementation=attn_implementation)
     expected = model(ids, mask).logits
     result = model.to("cuda", dtype)(ids.cuda(), mask.cuda()).logits
     assert result.isfinite().all()
@@ -51,10 +39,11 @@ def test_half_precision(mode, dtype, attn_implementation):
 
 
 @every_mode
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "triton"])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device(mode):
+def test_nothing_waits_for_the_device(mode, attn_implementation):
     """Neither a branch on the mask's values nor a number sent from the host: both would stall the pipeline."""
-    model, ids, mask = model_and_inputs(mode)
+    model, ids, mask = modes.model_and_inputs(**mode, attn_implementation=attn_implementation)
     model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
     model(ids, mask, labels=ids).loss.backward()
     try:
@@ -67,23 +56,14 @@ def test_nothing_waits_for_the_device(mode):
 
 @every_mode
 def test_poison_in_padding(mode):
-    model, _, mask = model_and_inputs(mode)
-    model, mask = model.cuda(), mask.cuda()
-    embeds = torch.randn(4, 11, 16, device="cuda")
-    results = []
-    for padding in (0.0, torch.nan):
-        model.zero_grad()
-        inputs = torch.where(mask[..., None], embeds, padding)
-        results.append(model(inputs_embeds=inputs, attention_mask=mask).logits)
-        results[-1].square().sum().backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    assert torch.equal(results[0][mask], results[1][mask])
+    model, _, mask = modes.model_and_inputs(**mode)
+    modes.assert_poison_in_padding_does_not_matter(model.cuda(), mask.cuda())
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_inductor():
     torch._dynamo.reset()
-    model, ids, mask = model_and_inputs({"projection": "linear"})
+    model, ids, mask = modes.model_and_inputs(projection="linear")
     model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(ids, mask).logits[mask], model(ids, mask).logits[mask], rtol=0, atol=1e-4)
@@ -91,7 +71,7 @@ def test_inductor():
 
 @pytest.mark.filterwarnings("ignore")
 def test_flex_attention_where_nothing_is_masked():
-    model, *_ = model_and_inputs({"projection": "linear"}, hidden_size=64)
+    model, *_ = modes.model_and_inputs(projection="linear", hidden_size=64)
     model = model.cuda()
     ids = torch.randint(31, (4, 12), device="cuda")
     expected = model(ids).logits
