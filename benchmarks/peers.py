@@ -24,7 +24,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from linformers import LinformerConfig, LinformerModel
-from linformers.benchmark.measure import OutOfMemoryError, best_device, interleaved, memory_errors, peak_memory, release
+from linformers.benchmark.measure import (
+    OutOfMemoryError,
+    best_device,
+    interleaved,
+    memory_errors,
+    pass_of,
+    peak_memory,
+    release,
+)
 from linformers.provenance import commit, environment
 
 OURS, OURS_COMPILED = "linformers", "linformers, compiled"
@@ -106,25 +114,6 @@ def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Mo
     return found
 
 
-def run_of(model: nn.Module, x: Tensor, task: str) -> Callable[[], None]:
-    if task == "inference":
-        model.eval()
-
-        @torch.no_grad()
-        def infer() -> None:
-            model(x)
-
-        return infer
-    model.train()
-    gradient = torch.randn_like(x)
-
-    def step() -> None:
-        model(x).backward(gradient)
-        model.zero_grad(set_to_none=True)
-
-    return step
-
-
 def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: bool) -> list[dict[str, Any]]:
     """Seconds and bytes of a pass of each model; what fails says why."""
     device = best_device()
@@ -136,7 +125,8 @@ def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compi
             continue
         try:
             with memory_errors(), torch.device(device):
-                run = run_of(make().to(dtype), x, task)
+                model = make().to(dtype)
+                run = pass_of(model, lambda model=model: model(x), task)  # type: ignore[misc]
                 run()
                 peaks[name] = peak_memory(run, device)
                 runs[name] = run

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch import library
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -244,7 +245,7 @@ def test_operator(k, masked):
     mask = torch.rand(1, 1, 1, k, device=DEVICE) < 0.5 if masked else None
     seed = torch.tensor([5], device=DEVICE) if masked else None
     torch.use_deterministic_algorithms(False)  # opcheck compares what is not written yet, too
-    torch.library.opcheck(_attend, (*tensors(20, k), mask, seed, 0.25, 0.1 if masked else 0.0))
+    library.opcheck(_attend, (*tensors(20, k), mask, seed, 0.25, 0.1 if masked else 0.0))
 
 
 def test_compiles_whole():

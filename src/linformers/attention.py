@@ -308,16 +308,12 @@ class LinformerAttention(ProjectedAttention):
         ((E, F),) = self.projections(source.shape[1])
         ranks = ranks_of("attention_mask", attention_mask, hidden_states)
         context_ranks = ranks_of("context_mask", context_mask, source)
-        if ranks is not None:
-            hidden_states = zero_padding(hidden_states, ranks.mask)
-        if context is not None and context_ranks is not None:
-            context = zero_padding(context, context_ranks.mask)
         output, probs = super().forward(
-            hidden_states,
+            zero_padding(hidden_states, ranks),
             E,
             F,
             ranks,
-            context,
+            None if context is None else zero_padding(context, context_ranks),
             context_ranks,
             "eager" if output_attentions else self.attn_implementation,
         )

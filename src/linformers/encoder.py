@@ -85,7 +85,8 @@ class LinformerEmbeddings(nn.Module):
         types = look_up("token_type_ids", self.token_type_embeddings, token_type_ids)
         embeddings = words + types + self.position_embeddings(positions)
         # What stands in padding must not reach the norm, and what the norm makes of 0 must not go on.
-        return real(self.dropout(self.norm(real(embeddings, ranks))), ranks)
+        embeddings = self.norm(zero_padding(embeddings, ranks))
+        return zero_padding(self.dropout(embeddings), ranks)
 
 
 class FeedForward(nn.Module):
@@ -106,19 +107,17 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.chunk_size:
-            return torch.cat([self.transform(chunk) for chunk in hidden_states.split(self.chunk_size, dim=1)], dim=1)
+            return self.in_parts(hidden_states, self.chunk_size, dim=1)
         # Compilers plan memory themselves, and a loop over slices would fix the number of tokens.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or hidden_states.numel() == 0:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.transform(hidden_states)
         tokens = hidden_states.flatten(0, -2)
         if len(tokens) <= self.slice_size:
             return self.transform(hidden_states)
-        first = self.transform(tokens[: self.slice_size])
-        result = first.new_empty(len(tokens), first.shape[-1])
-        result[: self.slice_size] = first
-        for start in range(self.slice_size, len(tokens), self.slice_size):
-            result[start : start + self.slice_size] = self.transform(tokens[start : start + self.slice_size])
-        return result.view(*hidden_states.shape[:-1], -1)
+        return self.in_parts(tokens, self.slice_size, dim=0).view(*hidden_states.shape[:-1], -1)
+
+    def in_parts(self, tokens: Tensor, size: int, dim: int) -> Tensor:
+        return torch.cat([self.transform(part) for part in tokens.split(size, dim)], dim)
 
     def transform(self, tokens: Tensor) -> Tensor:
         return self.output(self.activation(self.intermediate(tokens)))
@@ -164,15 +163,10 @@ class LinformerLayer(GradientCheckpointingLayer):
 
         x = hidden_states  # (b, n, d)
         if self.config.norm_first:
-            x = x + attend(real(self.attention_norm(x), ranks))
+            x = x + attend(zero_padding(self.attention_norm(x), ranks))
             return x + transform(self.feed_forward_norm(x))
         x = self.attention_norm(x + attend(x))
-        return real(self.feed_forward_norm(x + transform(x)), ranks)
-
-
-def real(tokens: Tensor, ranks: Ranks | None) -> Tensor:
-    """The tokens with 0 at padding, if there may be any."""
-    return tokens if ranks is None else zero_padding(tokens, ranks.mask)
+        return zero_padding(self.feed_forward_norm(x + transform(x)), ranks)
 
 
 class LinformerPreTrainedModel(PreTrainedModel):

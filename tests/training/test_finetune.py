@@ -165,7 +165,7 @@ def test_what_cannot_be(finished, model, task, corpus):
     with refused("holds no model: expected a folder that pretrain or finetune wrote"):
         inference.predict(corpus, [], out)
     with refused("max_length=99 exceeds the n=32 of the model; resize it with model.resize_length first"):
-        finetune.length_of(model, 99)
+        finetune.load_tokenizer(model, 99)
 
 
 @pytest.mark.parametrize(

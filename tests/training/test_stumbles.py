@@ -122,8 +122,8 @@ def test_damaged_best_checkpoint_is_not_saved_as_the_model(tuned, pretrained, tm
 
 
 def test_length_goes_with_the_model(tuned, pretrained):
-    assert finetune.length_of(tuned / "out" / "model") == 16
-    assert finetune.length_of(pretrained / "model") == 32
+    assert finetune.load_tokenizer(tuned / "out" / "model").model_max_length == 16
+    assert finetune.load_tokenizer(pretrained / "model").model_max_length == 32
 
 
 def test_tuned_model_is_tuned_again_with_other_labels(tuned, tmp_path):

@@ -13,7 +13,17 @@ from transformers import RobertaConfig, RobertaModel
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
 from . import floor
-from .measure import OutOfMemoryError, Run, interleaved, joules, largest_batch, memory_errors, peak_memory, release
+from .measure import (
+    OutOfMemoryError,
+    Run,
+    interleaved,
+    joules,
+    largest_batch,
+    memory_errors,
+    pass_of,
+    peak_memory,
+    release,
+)
 
 UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
 VOCABULARY = 1000
@@ -203,26 +213,7 @@ def compare_projected_lengths(
 
 
 def make_run(model: nn.Module, ids: Tensor, task: str) -> Run:
-    """A pass as a function: forward alone, or forward and backward."""
-    if task == "inference":
-        model.eval()
-
-        @torch.no_grad()
-        def infer() -> Any:
-            return model(ids).last_hidden_state
-
-        return infer
-    model.train()
-    parameters = list(model.parameters())
-    embeddings = parameters[0]  # (words, d)
-    gradient = torch.randn(*ids.shape, embeddings.shape[1], device=ids.device, dtype=embeddings.dtype)
-
-    def step() -> None:
-        model(ids).last_hidden_state.backward(gradient)
-        for parameter in parameters:
-            parameter.grad = None
-
-    return step
+    return pass_of(model, lambda: model(ids).last_hidden_state, task)
 
 
 def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, list[tuple[float, float]]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 Run = Callable[[], Any]
 
@@ -41,6 +41,21 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def pass_of(model: nn.Module, forward: Callable[[], Tensor], task: str) -> Run:
+    """What is measured: `forward` of a model alone in `"inference"`, with its backward pass in `"training"`."""
+    if task == "inference":
+        model.eval()
+        return torch.no_grad()(forward)
+    model.train()
+    gradient = torch.randn_like(forward())
+
+    def step() -> None:
+        forward().backward(gradient)
+        model.zero_grad(set_to_none=True)
+
+    return step
 
 
 def interleaved(runs: dict[str, Run], min_seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
@@ -83,7 +98,9 @@ def joules(run: Run, seconds: float, at_least: float = 0.5) -> float | None:
     """What the GPU's own counter says that a run of so many seconds takes; `None` where the driver does not tell."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
         count = max(1, round(at_least / seconds))
@@ -93,12 +110,8 @@ def joules(run: Run, seconds: float, at_least: float = 0.5) -> float | None:
             run()
         torch.cuda.synchronize()
         return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1000 / count
-    except (ImportError, AssertionError, RuntimeError):
+    except pynvml.NVMLError:
         return None
-    except Exception as error:
-        if isinstance(error, getattr(sys.modules.get("pynvml"), "NVMLError", ())):
-            return None
-        raise
 
 
 def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int) -> int:

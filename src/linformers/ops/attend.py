@@ -8,7 +8,7 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 MAX_HEAD_DIM, MAX_KEYS = 128, 2048
 
@@ -39,7 +39,7 @@ def attend(
     return output
 
 
-@torch.library.custom_op("linformers::attend", mutates_args=())
+@library.custom_op("linformers::attend", mutates_args=())
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, scaling: float, dropout: float
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def _(query, key, value, mask, seed, scaling, dropout):  # type: ignore[no-untyp
     return _empty_outputs(query, key)
 
 
-@torch.library.custom_op("linformers::attend_backward", mutates_args=())
+@library.custom_op("linformers::attend_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor,
     query: Tensor,

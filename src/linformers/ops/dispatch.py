@@ -16,7 +16,7 @@ DEVICES = {"cuda"}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# With more keys SDPA is as fast or faster.
+# Up to here the kernels serve, beyond it SDPA, until both have been measured.
 FASTER_KEYS = 256
 
 

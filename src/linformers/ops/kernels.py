@@ -1,6 +1,6 @@
 """Attention onto k projected keys in Triton, forward and backward; `attend.py` launches what stands here.
 
-Each program serves one head of one row of the batch. With few keys, up to `attend.FEW_KEYS`, it holds all of them and
+Each program serves one head of one row of the batch. With few keys (`attend.holds_all_keys`) it holds all of them and
 walks over its share of the queries: a whole row of P̄ fits into registers, so that the backward pass is a single one and
 needs nothing that the forward pass would have to save. With many keys a program holds one block of queries and walks
 over the keys, or the other way round, with the log-sum-exp of each row at hand.
@@ -43,6 +43,19 @@ def _hidden(MASK, batch, head, stride_b, stride_h, stride_k, slots, k, HAS_MASK:
     if HAS_MASK:
         visible = visible & (tl.load(MASK + batch * stride_b + head * stride_h + slots * stride_k, visible, 0) != 0)
     return tl.where(visible, 0.0, float("-inf"))
+
+
+@triton.jit
+def _exponentials(scores, axis: tl.constexpr, HAS_MASK: tl.constexpr):
+    """2 to the power of the scores, the largest along `axis` made 1, and the sums of these; 1 where nothing is seen."""
+    top = tl.max(scores, axis)
+    if HAS_MASK:
+        top = tl.where(top == float("-inf"), 0.0, top)
+    powers = tl.exp2(scores - tl.expand_dims(top, axis))
+    total = tl.sum(powers, axis)
+    if HAS_MASK:
+        total = tl.where(total == 0.0, 1.0, total)
+    return powers, total
 
 
 @triton.jit
@@ -107,13 +120,7 @@ def forward_few(
         scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
         if HAS_MASK or not EVEN_K:
             scores += hidden[None, :]
-        top = tl.max(scores, 1)
-        if HAS_MASK:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        probs = tl.exp2(scores - top[:, None])
-        total = tl.sum(probs, 1)
-        if HAS_MASK:
-            total = tl.where(total == 0.0, 1.0, total)
+        probs, total = _exponentials(scores, 1, HAS_MASK)
         if DROPOUT:
             kept = _kept(_keys_of_queries(seed, number, start + rows)[:, None], slot_keys[None, :], threshold)
             probs = tl.where(kept, probs, 0.0)
@@ -153,13 +160,7 @@ def backward_few(
         scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
         if HAS_MASK or not EVEN_K:
             scores += hidden[:, None]
-        top = tl.max(scores, 0)
-        if HAS_MASK:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        probs = tl.exp2(scores - top[None, :])
-        total = tl.sum(probs, 0)
-        if HAS_MASK:
-            total = tl.where(total == 0.0, 1.0, total)
+        probs, total = _exponentials(scores, 0, HAS_MASK)
         probs = probs * (1.0 / total)[None, :]
         gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)  # of P̄, (k, n)
         dropped = probs

@@ -49,9 +49,9 @@ def move_back(tokens: Tensor, ranks: Ranks) -> Tensor:
     return tokens if ranks.places is None else _take(tokens, ranks.places)
 
 
-def zero_padding(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Set `tokens` (b, n, d) to 0 where `mask` (b, n) is false: a choice, not a product, since 0 · NaN is NaN."""
-    return torch.where(mask[..., None], tokens, 0)
+def zero_padding(tokens: Tensor, ranks: Ranks | None) -> Tensor:
+    """Set `tokens` (b, n, d) to 0 at padding, if there may be any: a choice, not a product, since 0 · NaN is NaN."""
+    return tokens if ranks is None else torch.where(ranks.mask[..., None], tokens, 0)
 
 
 def _take(tokens: Tensor, index: Tensor) -> Tensor:

@@ -70,13 +70,15 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
     Returns:
         The exit code: 0, or 128 plus the number of the signal that stopped it.
     """
-    tokenizer, max_length = load_tokenizer(model), length_of(model, settings.max_length)
-    tokenizer.model_max_length = max_length  # what the model was tuned for goes with it
-    sets = {name: encode(getattr(task, name), tokenizer, max_length) for name in ("train", "validation", "test")}
+    tokenizer = load_tokenizer(model, settings.max_length)
+    sets = {
+        name: encode(getattr(task, name), tokenizer, tokenizer.model_max_length)
+        for name in ("train", "validation", "test")
+    }
     make_folder("out", out)
     with checkpointing.locked(out):
         _claim(task, model, out, settings)
-        return _run_seeds(task, model, out, settings, sets, tokenizer, max_length, console, command)
+        return _run_seeds(task, model, out, settings, sets, tokenizer, console, command)
 
 
 def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
@@ -97,7 +99,6 @@ def _run_seeds(
     settings: Settings,
     sets: dict[str, EncodedExamples],
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
     console: Console,
     command: str,
 ) -> int:
@@ -110,7 +111,7 @@ def _run_seeds(
         folder = out / f"seed-{seed}"
         if (folder / "result.json").exists():
             continue
-        code = run_seed(seed, task, model, folder, settings, sets, tokenizer, max_length, console)
+        code = run_seed(seed, task, model, folder, settings, sets, tokenizer, console)
         if code:
             return code
     _report(task, model, out, settings, tokenizer, console, command)
@@ -125,7 +126,6 @@ def run_seed(
     settings: Settings,
     sets: dict[str, EncodedExamples],
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
     console: Console,
 ) -> int:
     """Train with one seed; its best weights stay as a checkpoint, its numbers go to `result.json`."""
@@ -137,7 +137,7 @@ def run_seed(
     trainer = ExactTrainer(
         load_model(model, task.label_names),
         training_arguments(folder, settings, steps, steps_per_epoch, seed),
-        data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=max_length),
+        data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=tokenizer.model_max_length),
         train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size),
         eval_dataset=sets["validation"],
         compute_metrics=_metrics,
@@ -147,15 +147,8 @@ def run_seed(
     monitor = Monitor(
         trainer, folder, console, title=title, score="accuracy", unit="rows", units_per_step=settings.batch_size
     )
-    trainer.add_callback(monitor)
-    resume = checkpointing.newest_whole(folder, lambda message: console.print(message, style="yellow", markup=False))
-    if resume is not None:
-        console.print(f"seed {seed} goes on from step {checkpointing.step_of(resume)}", highlight=False)
-    with monitor:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    if trainer.stopped_by is not None:
-        console.print(f"stopped by a signal; seed {seed} is saved at step {trainer.state.global_step}", highlight=False)
-        return 128 + trainer.stopped_by
+    if code := monitor.train():
+        return code
     best = trainer.state.best_global_step
     trainer._load_from_checkpoint(str(_whole(folder, best)))
     reported = trainer.evaluate(sets["test"], metric_key_prefix="test")
@@ -222,17 +215,17 @@ def check_model(folder: Path) -> None:
         raise ValueError(f"model={str(folder)!r} has no tokenizer: save one beside the model")
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, whose `model_max_length` is what the model is to read of a text: by default all it can."""
     check_model(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def length_of(folder: Path, asked: int = 0) -> int:
-    """The tokens of a text that a model is to read."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
-    if asked > n:
-        raise ValueError(f"max_length={asked} exceeds the n={n} of the model; resize it with model.resize_length first")
-    return asked or min(n, load_tokenizer(folder).model_max_length)
+    if max_length > n:
+        raise ValueError(
+            f"max_length={max_length} exceeds the n={n} of the model; resize it with model.resize_length first"
+        )
+    tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
+    return tokenizer
 
 
 def _metrics(prediction: EvalPrediction) -> dict[str, float]:

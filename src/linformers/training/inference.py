@@ -19,7 +19,7 @@ from ..checks import check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .corpus import Corpus, tokenizer_hash
-from .finetune import check_model, length_of, load_tokenizer
+from .finetune import check_model, load_tokenizer
 from .metrics import classification_metrics
 from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
@@ -51,7 +51,7 @@ def predict(
     classifies = use == "text-classification"
     if pairs and not classifies:
         raise ValueError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
-    length = length_of(model)
+    length = tokenizer.model_max_length
     options: dict[str, Any] = {"truncation": True, "max_length": length}
     worker = pipeline(
         use,
@@ -88,7 +88,7 @@ def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batc
         raise ValueError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
     corpus.verify()
     network = _loaded(LinformerForMaskedLM, model)
-    dataset = validation_rows(corpus, tokenizer, length_of(model), rows)
+    dataset = validation_rows(corpus, tokenizer, tokenizer.model_max_length, rows)
     total, count = 0.0, 0
     loader: DataLoader[Any] = DataLoader(dataset, batch_size, collate_fn=as_it_is)
     for batch in track(loader, "rows", console=console):
@@ -103,7 +103,8 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
     """Accuracy and F1 of a classifier on the set of a task that is reported."""
     if purpose(model) != "text-classification":
         raise ValueError(f"model={str(model)!r} is no classifier: fine-tune it first")
-    tokenizer, max_length = load_tokenizer(model), length_of(model)
+    tokenizer = load_tokenizer(model)
+    max_length = tokenizer.model_max_length
     names = list(LinformerConfig.from_pretrained(model).id2label.values())
     if names != task.label_names:
         raise ValueError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")

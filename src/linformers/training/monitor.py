@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback
 
+from . import checkpointing
 from .checkpointing import write_text
 from .trainer import ExactTrainer
 
@@ -66,13 +67,33 @@ class Monitor(TrainerCallback):
         self.live = Live(console=console, get_renderable=self._picture, refresh_per_second=2)
         self.marked = (0, time.perf_counter(), 0.0, 0.0)
 
-    def __enter__(self) -> Monitor:
+    def train(self) -> int:
+        """Train under these eyes, from the run's newest whole checkpoint if it has one.
+
+        Returns:
+            The exit code: 0, or 128 plus the number of the signal that stopped it after saving.
+        """
+
+        def warn(message: str) -> None:
+            self.console.print(message, style="yellow", markup=False)
+
+        self.trainer.add_callback(self)
+        resume = checkpointing.newest_whole(self.run, warn)
+        if resume is not None:
+            self._say(f"going on from step {checkpointing.step_of(resume)}")
         if self.active and self.console.is_terminal:
             self.live.start()
-        return self
+        try:
+            self.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        finally:
+            self.live.stop()
+        if self.trainer.stopped_by is None:
+            return 0
+        self._say(f"stopped by a signal; saved at step {self.trainer.state.global_step}")
+        return 128 + self.trainer.stopped_by
 
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
+    def _say(self, message: str) -> None:
+        self.console.print(f"{self.title}: {message}", highlight=False, markup=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._mark(state.global_step)

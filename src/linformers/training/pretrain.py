@@ -63,7 +63,6 @@ def _train(
         console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
         return 0
 
-    resume = checkpointing.newest_whole(out, lambda message: console.print(message, style="yellow", markup=False))
     n = trainer.model.config.max_position_embeddings
     flops = flops_per_token(trainer.model.config, recipe.mask_share)
     monitor = Monitor(
@@ -76,14 +75,8 @@ def _train(
         units_per_step=recipe.batch_size * n,
         flops_per_unit=flops,
     )
-    trainer.add_callback(monitor)
-    if resume is not None:
-        console.print(f"going on from step {checkpointing.step_of(resume)}", highlight=False)
-    with monitor:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    if trainer.stopped_by is not None:
-        console.print(f"stopped by a signal; saved at step {trainer.state.global_step}", highlight=False)
-        return 128 + trainer.stopped_by
+    if code := monitor.train():
+        return code
     _finish(trainer, recipe, corpus, out, command)
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
