@@ -35,6 +35,7 @@ from linformers.benchmark.measure import (
 )
 from linformers.provenance import commit, environment
 
+PACKAGES = ("linformer", "linformer_pytorch")
 OURS, OURS_COMPILED = "linformers", "linformers, compiled"
 
 
@@ -108,7 +109,7 @@ def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Mo
             "Nystromformer", max_position_embeddings=n, segment_means_seq_len=n, num_landmarks=64
         ),
     }
-    for package, make in (("linformer", linformer), ("linformer_pytorch", linformer_pytorch)):
+    for package, make in zip(PACKAGES, (linformer, linformer_pytorch), strict=True):
         if importlib.util.find_spec(package):
             found[package.replace("_", "-")] = make
     return found
@@ -167,26 +168,32 @@ def table_of(cells: list[dict[str, Any]]) -> Table:
     return table
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--lengths", default="512,4096", help="n, separated by commas")
+    parser.add_argument("--lengths", type=numbers, default="512,4096", help="n, separated by commas")
     parser.add_argument("--projected", type=int, default=128, help="k")
     parser.add_argument("--tokens", type=int, default=8192, help="in a pass")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=256, help="d; heads have 64 channels")
     parser.add_argument("--compile", action="store_true", help="measure ours compiled, too")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     sizes = {
         "layers": options.layers,
-        "heads": options.heads,
+        "heads": max(1, options.hidden // 64),
         "hidden": options.hidden,
         "intermediate": 4 * options.hidden,
     }
     transformers.utils.logging.set_verbosity_error()
     console, cells = Console(), []
-    for n in map(int, options.lengths.split(",")):
+    for package in PACKAGES:
+        if not importlib.util.find_spec(package):
+            console.print(f"{package.replace('_', '-')} is not installed and is left out", highlight=False)
+    for n in options.lengths:
         for task in ("inference", "training"):
             with console.status(f"{task}, n={n}"):
                 measured = measure(n, options.projected, options.tokens, task, sizes, options.compile)

@@ -56,6 +56,13 @@ def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
     assert UNFUSED not in efficiency.curves([first, *others], efficiency.milliseconds)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a largest batch")
+def test_a_cpu_has_no_largest_batch():
+    settings = report.Settings([64], [16], tokens=64, layers=1, hidden=64, batches=True)
+    with pytest.raises(ValueError, match="batches=True needs a GPU"):
+        settings.check()
+
+
 def test_other_errors_are_no_lack_of_memory():
     with pytest.raises(RuntimeError, match="shape"), measure.memory_errors():
         raise RuntimeError("wrong shape")

@@ -133,6 +133,8 @@ def predict(
     """Label each line of text, or fill in its <mask>; a JSON object for each."""
     from .training import inference
 
+    if file is not None and not file.is_file():
+        raise ValueError(f"file={str(file)!r} does not exist, or is no file")
     _hide_bars()
     with file.open(encoding="utf-8") if file else nullcontext(sys.stdin) as lines:
         inference.predict(model, lines, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)

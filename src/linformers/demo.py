@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +78,10 @@ def run(steps: int, out: Path, console: Console) -> int:
     plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), figure, losses)
     model = Path(recipe("Linformer", steps, out).out) / "model"
     console.print(f"\nThe figure: [bold]{figure}[/bold]. What to try next:")
+    # `make demo` runs in an environment that the shell knows nothing of.
+    activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
     for command in (
+        *activate,
         f"echo 'import <mask>' | linformers predict --model {model}",
         f"linformers demo --steps {10 * steps}",
         "linformers prepare FOLDER_OF_TEXT --out data/mine",

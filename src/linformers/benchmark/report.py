@@ -14,7 +14,8 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemaining
 from rich.table import Table
 
 from .. import plots
-from ..checks import check_choice, check_size, make_folder
+from ..checks import check_choice, check_probability, check_size, make_folder
+from ..config import SHARINGS
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
@@ -67,6 +68,10 @@ class Settings:
             check_size(name, getattr(self, name))
         for task in self.tasks:
             check_choice("task", task, TASKS)
+        check_choice("sharing", self.sharing, SHARINGS)
+        check_probability("dropout", self.dropout)
+        if self.batches and best_device() != "cuda":
+            raise ValueError("batches=True needs a GPU: the memory of a CPU has no end that a pass could run into")
         if self.hidden % 64:
             raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
         for n in self.lengths:
