@@ -28,6 +28,7 @@ from .loading import (
     refuse_other_model,
     refuse_other_projection,
 )
+from .ops.gelu import gelu
 from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
 from .projections import ConvProjection, LinearProjection, Projections, SequenceMap, Weights, sequence_map
 
@@ -101,7 +102,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
         self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
+        self.activation = gelu if config.hidden_act == "gelu" else ACT2FN[config.hidden_act]
         self.output = nn.Linear(config.intermediate_size, config.hidden_size)
         self.chunk_size = config.chunk_size_feed_forward
 

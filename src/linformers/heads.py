@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
@@ -27,6 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from .checks import check_integers, check_shape
 from .config import LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
+from .ops.gelu import gelu
 
 IGNORED = -100  # the label of a position that does not count, as everywhere in transformers
 
@@ -37,12 +37,11 @@ class MaskedLMHead(nn.Module):
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = ACT2FN["gelu"]
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.decoder(self.norm(self.activation(self.dense(hidden_states))))
+        return self.decoder(self.norm(gelu(self.dense(hidden_states))))
 
 
 class LinformerForMaskedLM(LinformerPreTrainedModel):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .ops.compiling import is_exporting
 from .ops.ranks import Ranks
 
 T = TypeVar("T", int, Tensor)
@@ -62,7 +63,7 @@ class SequenceMap:
             lengths = ranks.lengths
         else:
             # Each branch on the length costs a compiled graph, and an exported graph can have none.
-            if not torch.compiler.is_exporting() and seq_len == self.max_length:
+            if not is_exporting() and seq_len == self.max_length:
                 return None
             if not torch.compiler.is_compiling() and self.filled_slots(seq_len, k) == slots:
                 return None

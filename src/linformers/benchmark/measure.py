@@ -59,17 +59,33 @@ def pass_of(model: nn.Module, forward: Callable[[], Tensor], task: str) -> Run:
 
 
 def interleaved(runs: dict[str, Run], min_seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike."""
-    for run in runs.values():
-        run()
+    """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike.
+
+    On a GPU a few runs are queued behind each other, as in any loop over batches: what the CPU does meanwhile is part
+    of the time only where the GPU waits for it.
+    """
+    counts = {name: _runs_at_once(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
     while runs and (time.perf_counter() - start < min_seconds * len(runs) or len(next(iter(times.values()))) < rounds):
         for name, run in runs.items():
-            began = _now()
-            run()
-            times[name].append(_now() - began)
+            times[name].append(_seconds(run, counts[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _runs_at_once(run: Run, seconds: float = 0.05, most: int = 10) -> int:
+    """How many runs make up so many seconds on a GPU; one run on a CPU, which queues nothing."""
+    run()
+    if not torch.cuda.is_available():
+        return 1
+    return max(1, min(most, round(seconds / _seconds(run, 1))))
+
+
+def _seconds(run: Run, count: int) -> float:
+    began = _now()
+    for _ in range(count):
+        run()
+    return (_now() - began) / count
 
 
 def peak_memory(run: Run, device: str | torch.device) -> int:

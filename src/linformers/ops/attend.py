@@ -72,17 +72,17 @@ def _attend_backward(
     lse: Tensor | None,
     scaling: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value from that of the output, each (b, n or k, h, d_head)."""
-    gradients = _empty_gradients(query, key)
+) -> tuple[Tensor, Tensor]:
+    """From the gradient of the output that of the query, (b, n, h, d_head), and of key and value, (2, b, k, h, d_head)."""
+    of_query, of_keys = _empty_gradients(query, key)
     if not gradient.numel():
-        return gradients[0], gradients[1].zero_(), gradients[2].zero_()
+        return of_query, of_keys.zero_()
     launch = Launch(query, key, value, mask, seed, scaling, dropout)
     if output is None or lse is None:
-        launch.backward_few(gradient, *gradients)
+        launch.backward_few(gradient, of_query, of_keys)
     else:
-        launch.backward_many(gradient, output, lse, *gradients)
-    return gradients
+        launch.backward_many(gradient, output, lse, of_query, of_keys)
+    return of_query, of_keys
 
 
 @_attend_backward.register_fake
@@ -100,8 +100,10 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple
     if gradient is None:
         return (None,) * 7
     query, key, value, mask, seed, output, lse = ctx.saved_tensors
-    gradients = _attend_backward(gradient, query, key, value, mask, seed, output, lse, ctx.scaling, ctx.dropout)
-    return *(gradient.transpose(1, 2) for gradient in gradients), None, None, None, None
+    of_query, of_keys = _attend_backward(
+        gradient, query, key, value, mask, seed, output, lse, ctx.scaling, ctx.dropout
+    )
+    return of_query.transpose(1, 2), *of_keys.transpose(2, 3), None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
@@ -118,9 +120,9 @@ def _empty_outputs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query.new_empty(b, n, h, d), query.new_empty(rows, dtype=torch.float32)
 
 
-def _empty_gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     (b, h, n, d), k = query.shape, key.shape[2]
-    return query.new_empty(b, n, h, d), key.new_empty(b, k, h, d), key.new_empty(b, k, h, d)
+    return query.new_empty(b, n, h, d), key.new_empty(2, b, k, h, d)
 
 
 class Tile(NamedTuple):
@@ -181,6 +183,8 @@ class Launch:
             **strides("k_b k_h k_n k_d", key),
             **strides("v_b v_h v_n v_d", value),
             **strides("m_b m_h m_k", slots),
+        }
+        self.constants = {
             "D": self.d,
             "BLOCK_D": padded(self.d),
             "HAS_MASK": mask is not None,
@@ -206,46 +210,46 @@ class Launch:
         self.run(forward_many, programs, tile, OUT=out, LSE=lse)
         give(out, output)
 
-    def backward_few(self, gradient: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def backward_few(self, gradient: Tensor, of_query: Tensor, of_keys: Tensor) -> None:
         from .kernels import backward_few
 
         tile = backward_tile(padded(self.k), padded(self.d), self.element_size)
         heads = self.b * self.h
         splits = self.splits(tile, heads, cost=2)
-        sums = self.sums(splits, dk, dv)
-        out = computable(dq)
-        own = {**self.of_gradient(gradient), **sums, "DQ": out, "splits": splits, "scaling": self.scaling}
+        parts, out = self.parts(splits, of_keys), computable(of_query)
+        own = {**self.of_gradient(gradient), **parts, "DQ": out, "splits": splits, "scaling": self.scaling}
         self.run(backward_few, heads * splits, tile, **own)
-        give(out, dq)
-        self.add_up(sums, dk, dv)
+        give(out, of_query)
+        self.add_up(parts, of_keys)
 
-    def backward_many(self, gradient: Tensor, output: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def backward_many(
+        self, gradient: Tensor, output: Tensor, lse: Tensor, of_query: Tensor, of_keys: Tensor
+    ) -> None:
         from .kernels import backward_many_keys, backward_many_queries
 
         tile = backward_tile(None, padded(self.d), self.element_size)
-        delta, out = torch.empty_like(lse), computable(dq)
+        delta, out = torch.empty_like(lse), computable(of_query)
         own = {**self.of_gradient(gradient), "LSE": lse, "DELTA": delta, "scaling": self.scaling}
         programs = self.b * self.h * ceil_div(self.n, tile.queries)
         self.run(backward_many_queries, programs, tile, **own, OUT=computable(output.contiguous()), DQ=out)
-        give(out, dq)
+        give(out, of_query)
         blocks = self.b * self.h * ceil_div(self.k, tile.keys)
         splits = self.splits(tile, blocks, cost=2)
-        sums = self.sums(splits, dk, dv)
-        self.run(backward_many_keys, blocks * splits, tile, **own, **sums, splits=splits)
-        self.add_up(sums, dk, dv)
+        parts = self.parts(splits, of_keys)
+        self.run(backward_many_keys, blocks * splits, tile, **own, **parts, splits=splits)
+        self.add_up(parts, of_keys)
 
     def run(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> None:
         whole = self.d == padded(self.d)
-        kernel[(programs,)](
-            **self.arguments,
-            **own,
-            BLOCK_N=tile.queries,
-            BLOCK_K=tile.keys,
-            EVEN=whole and self.n % tile.queries == 0,
-            EVEN_K=whole and self.k % tile.keys == 0,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-        )
+        constants = {
+            **self.constants,
+            "BLOCK_N": tile.queries,
+            "BLOCK_K": tile.keys,
+            "EVEN": whole and self.n % tile.queries == 0,
+            "EVEN_K": whole and self.k % tile.keys == 0,
+            "STAGES": tile.stages,
+        }
+        launch(kernel, programs, tile.warps, {**self.arguments, **own}, constants)
 
     def splits(self, tile: Tile, programs: int, cost: int) -> int:
         processors = num_processors(self.arguments["Q"].device)
@@ -255,18 +259,46 @@ class Launch:
         gradient = computable(gradient)
         return {"DOUT": gradient, **strides("o_b o_n o_h o_d", gradient)}
 
-    def sums(self, splits: int, dk: Tensor, dv: Tensor) -> dict[str, Any]:
+    def parts(self, splits: int, of_keys: Tensor) -> dict[str, Any]:
         """Where each share of the queries writes its part of the gradients of keys and values."""
-        if splits == 1 and dk.dtype == self.arguments["K"].dtype:
-            return {"DK": dk, "DV": dv, "part": 0}
-        dk, dv = (x.new_empty(splits, *x.shape, dtype=torch.float32) for x in (dk, dv))
-        return {"DK": dk, "DV": dv, "part": dk.stride(0)}
+        if splits == 1 and of_keys.dtype == self.arguments["K"].dtype:
+            return {"PARTS": of_keys, "part": 0, "value_part": of_keys.stride(0)}
+        parts = of_keys.new_empty(splits, *of_keys.shape, dtype=torch.float32)
+        return {"PARTS": parts, "part": parts.stride(0), "value_part": parts.stride(1)}
 
-    def add_up(self, sums: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
+    def add_up(self, parts: dict[str, Any], of_keys: Tensor) -> None:
         """Add the parts in a fixed order: reruns are equal bit for bit, which atomics would not be."""
-        for own, total in ((sums["DK"], dk), (sums["DV"], dv)):
-            if own is not total:
-                total.copy_(own.sum(0))
+        if parts["PARTS"] is not of_keys:
+            of_keys.copy_(parts["PARTS"].sum(0))
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, programs: int, warps: int, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+    """Start `programs` programs of a kernel.
+
+    Triton looks what it has compiled up by all arguments, which takes longer than most of these kernels run. So we keep
+    that by what it depends on: all constants, and of the arguments what `kind` tells.
+    """
+    every = {**arguments, **constants}
+    values = [every[name] for name in kernel.arg_names]
+    key = (kernel.__name__, arguments["Q"].device, warps, *constants.values(), *map(kind, arguments.values()))
+    compiled = _compiled.get(key)
+    with torch.cuda.device_of(arguments["Q"]):
+        if compiled is None:
+            _compiled[key] = kernel[(programs,)](*values, num_warps=warps)  # None where kernels are interpreted
+        else:
+            compiled[programs, 1, 1](*values)
+
+
+def kind(value: Any) -> Any:
+    """What Triton's code depends on: a tensor's type and alignment, whether a number is 1, divisible by 16, or large."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value >= 2**31
+    return type(value)
 
 
 @functools.lru_cache(4096)

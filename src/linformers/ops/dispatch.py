@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .attend import MAX_HEAD_DIM, MAX_KEYS
+from .compiling import is_exporting
 
 # Where kernels run. Tests add "cpu", for Triton's interpreter.
 DEVICES = {"cuda"}
@@ -22,7 +23,7 @@ FASTER_KEYS = 256
 
 def use_triton(query: Tensor, key: Tensor, mask: Tensor | None = None) -> bool:
     """Whether to attend by `attend.attend`; what keeps a GPU from it is logged once."""
-    if query.device.type not in DEVICES or torch.compiler.is_exporting():
+    if query.device.type not in DEVICES or is_exporting():
         return False
     obstacle = what_hinders(query, key, mask)
     if obstacle is not None:

@@ -130,9 +130,9 @@ def forward_few(
 
 @triton.jit
 def backward_few(
-    Q, K, V, MASK, SEED, DOUT, DQ, DK, DV,
+    Q, K, V, MASK, SEED, DOUT, DQ, PARTS,
     heads, splits, n, k, scale, scaling, threshold, rescale,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part, value_part,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -157,26 +157,26 @@ def backward_few(
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
         out_gradient = _load(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
-        scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
+        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
         if HAS_MASK or not EVEN_K:
-            scores += hidden[:, None]
-        probs, total = _exponentials(scores, 0, HAS_MASK)
-        probs = probs * (1.0 / total)[None, :]
-        gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)  # of P̄, (k, n)
+            scores += hidden[None, :]
+        probs, total = _exponentials(scores, 1, HAS_MASK)
+        probs = probs * (1.0 / total)[:, None]
+        gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)  # of P̄, (n, k)
         dropped = probs
         if DROPOUT:
-            kept = _kept(slot_keys[:, None], _keys_of_queries(seed, number, start + rows)[None, :], threshold)
+            kept = _kept(_keys_of_queries(seed, number, start + rows)[:, None], slot_keys[None, :], threshold)
             dropped = tl.where(kept, probs * rescale, 0.0)
             gradient = tl.where(kept, gradient * rescale, 0.0)
-        value_gradient = tl.dot(dropped.to(values.dtype), out_gradient, value_gradient, input_precision=PRECISION)
-        gradient = probs * (gradient - tl.sum(probs * gradient, 0)[None, :])  # of the scores
+        value_gradient = tl.dot(dropped.to(values.dtype).T, out_gradient, value_gradient, input_precision=PRECISION)
+        gradient = probs * (gradient - tl.sum(probs * gradient, 1)[:, None])  # of the scores
         gradient = gradient.to(keys.dtype)
-        key_gradient = tl.dot(gradient, queries, key_gradient, input_precision=PRECISION)
-        query_gradient = tl.dot(keys.T, gradient, input_precision=PRECISION) * scaling  # (d, n)
-        _store(DQ, start, heads * D, n, rows, columns, query_gradient.T, D)
-    own = split.to(tl.int64) * part + (batch * k * heads + head) * D
-    _store(DK + own, 0, heads * D, k, slots, columns, key_gradient * scaling, D)
-    _store(DV + own, 0, heads * D, k, slots, columns, value_gradient, D)
+        key_gradient = tl.dot(gradient.T, queries, key_gradient, input_precision=PRECISION)
+        query_gradient = tl.dot(gradient, keys, input_precision=PRECISION) * scaling
+        _store(DQ, start, heads * D, n, rows, columns, query_gradient, D)
+    PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
+    _store(PARTS, 0, heads * D, k, slots, columns, key_gradient * scaling, D)
+    _store(PARTS + value_part, 0, heads * D, k, slots, columns, value_gradient, D)
 
 
 @triton.jit
@@ -274,9 +274,9 @@ def backward_many_queries(
 
 @triton.jit
 def backward_many_keys(
-    Q, K, V, MASK, SEED, LSE, DELTA, DOUT, DK, DV,
+    Q, K, V, MASK, SEED, LSE, DELTA, DOUT, PARTS,
     heads, splits, n, k, scale, scaling, threshold, rescale,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part, value_part,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -319,6 +319,6 @@ def backward_many_keys(
         value_gradient = tl.dot(dropped.to(values.dtype), out_gradient, value_gradient, input_precision=PRECISION)
         gradient = (probs * (gradient - delta[None, :])).to(keys.dtype)
         key_gradient = tl.dot(gradient, queries, key_gradient, input_precision=PRECISION)
-    own = split.to(tl.int64) * part + (batch * k * heads + head) * D
-    _store(DK + own, slot, heads * D, k, slots, columns, key_gradient * scaling, D)
-    _store(DV + own, slot, heads * D, k, slots, columns, value_gradient, D)
+    PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
+    _store(PARTS, slot, heads * D, k, slots, columns, key_gradient * scaling, D)
+    _store(PARTS + value_part, slot, heads * D, k, slots, columns, value_gradient, D)
