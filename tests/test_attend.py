@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from linformers.ops import reference
-from linformers.ops.attend import MAX_KEYS, _attend, attend, best_splits, holds_all_keys, padded
+from linformers.ops.attend import MAX_KEYS, _attend, are_few, attend, best_splits, holds_all, padded
 
 pytest.importorskip("triton")
 
@@ -288,10 +288,16 @@ def test_which_kernel_serves():
     def key(k, d, dtype):
         return torch.empty(1, 1, k, d, dtype=dtype, device="meta")
 
-    assert holds_all_keys(key(256, 64, torch.bfloat16))
-    assert not holds_all_keys(key(257, 64, torch.bfloat16))
-    assert holds_all_keys(key(128, 128, torch.bfloat16))
-    assert not holds_all_keys(key(256, 64, torch.float32))
+    assert are_few(key(128, 64, torch.bfloat16))
+    assert not are_few(key(129, 64, torch.bfloat16))
+    assert holds_all(key(256, 64, torch.bfloat16))
+    assert not holds_all(key(257, 64, torch.bfloat16))
+    assert holds_all(key(128, 128, torch.float16))
+    assert not are_few(key(128, 128, torch.float16))
+    assert not holds_all(key(129, 128, torch.float16))
+    assert not holds_all(key(300, 16, torch.float16))
+    assert holds_all(key(128, 64, torch.float32))
+    assert not holds_all(key(129, 64, torch.float32))
     assert [padded(x) for x in (1, 16, 17, 64, 65, 1000)] == [16, 16, 32, 64, 128, 1024]
 
 

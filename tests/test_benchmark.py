@@ -76,9 +76,20 @@ def test_contenders_are_the_same_model():
     sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert sizes[UNFUSED] == sizes[FUSED] == sizes["Linformer k=16"] - 64 * 16
     assert sizes[ROBERTA] == sizes[FUSED] + 2 * 64
-    assert models[ROBERTA].config._attn_implementation == "sdpa"
     assert models[UNFUSED].config._attn_implementation == "eager"
     assert models[ROBERTA].config.hidden_dropout_prob == 0.0
+
+
+def test_no_mask_keeps_a_compiled_roberta_from_fused_attention():
+    masks = []
+
+    def look(graph, inputs):
+        masks.extend(n.kwargs["attn_mask"] for n in graph.graph.nodes if "scaled_dot_product" in str(n.target))
+        return graph
+
+    model = Contender("", None, {**SMALL, "projection": "identity"}, is_roberta=True).build(64, "cpu", "float32")
+    torch.compile(model, backend=look)(torch.full((2, 64), 7))
+    assert masks == [None, None]
 
 
 def test_compiled_models_are_measured_too():

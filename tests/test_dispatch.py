@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
 
     monkeypatch.setattr(dispatch, "DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(attend.Launch, "run", run)
-    dispatch._log.cache_clear()
+    dispatch._said.clear()
     return calls
 
 
@@ -114,7 +114,6 @@ SIZES = {"n": 5, "k": 3, "d": 8}
     ("change", "reason"),
     [
         ({"d": 136}, "heads of 136 channels exceed 128"),
-        ({"k": 2049}, "2049 keys exceed 2048"),
         ({"dtype": torch.float64}, "not for torch.float64"),
         ({"mask": torch.ones(1, 1, 5, 3, dtype=torch.bool)}, "the same for all queries"),
         ({"mask": torch.zeros(1, 1, 1, 3)}, "must be boolean"),
@@ -132,18 +131,28 @@ def test_what_cannot_be_served_is_said_once(change, reason, interpreted, caplog)
     assert reason in record.getMessage()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compilers_say_it_too(interpreted, caplog):
+    torch._dynamo.reset()
+    query = torch.randn(1, 1, 5, 8, dtype=torch.float64)
+    compiled = torch.compile(lambda x: x + dispatch.use_triton(x, x), fullgraph=True, backend="eager")
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(compiled(query), query)
+    assert "not for torch.float64" in caplog.text
+
+
 def test_many_keys_go_to_the_faster_one(interpreted, caplog):
     def key(k):
         return torch.randn(1, 1, k, 8)
 
     query = torch.randn(1, 1, 5, 8)
-    assert dispatch.use_triton(query, key(dispatch.FASTER_KEYS))
-    assert not dispatch.use_triton(query, key(dispatch.FASTER_KEYS + 1))
+    assert dispatch.use_triton(query, key(256))
+    assert not dispatch.use_triton(query, key(257))
     assert not caplog.records
 
 
 def test_without_triton(interpreted, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_is_installed", lambda: False)
+    monkeypatch.setattr(dispatch, "_what_hinders_on", lambda *device: "Triton is not installed")
     model, ids, mask = model_and_inputs(attn_implementation="triton")
     assert model(ids, mask).logits.isfinite().all()
     assert not interpreted

@@ -86,7 +86,7 @@ class ProjectedAttention(nn.Module):
         ranks: Ranks | None = None,
         context: Tensor | None = None,
         context_ranks: Ranks | None = None,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str = "triton",
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `hidden_states` (b, n, d) to its own projection, or to that of `context`.
 
@@ -222,7 +222,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: `"window"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
-        attn_implementation: `"sdpa"`, `"eager"`, `"triton"` (our kernels where they are faster, SDPA elsewhere), or any
+        attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
             other that transformers knows.
     """
 
@@ -238,7 +238,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: str = "window",
         projection_scale: float | None = None,
         dropout: float = 0.0,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str = "triton",
     ) -> None:
         hidden_size, num_heads, max_length = plain((hidden_size, num_heads, max_length))
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("max_length", max_length)):

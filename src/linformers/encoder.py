@@ -153,7 +153,7 @@ class LinformerLayer(GradientCheckpointingLayer):
         E: Weights,
         F: Weights,
         ranks: Ranks | None = None,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str = "triton",
     ) -> Tensor:
         def attend(x: Tensor) -> Tensor:
             output, _ = self.attention(x, E, F, ranks, attn_implementation=attn_implementation)
@@ -193,9 +193,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation is not None:
-            attn_implementation = full_name(attn_implementation)
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        name = full_name("triton" if attn_implementation is None else attn_implementation)
+        return super()._check_and_adjust_attn_implementation(name, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -107,9 +107,9 @@ def contenders(
     found = [Contender(UNFUSED, None, {**twin, "attn_implementation": "eager"})]
     if roberta:
         found += [Contender(name(ROBERTA, way), None, twin, way, is_roberta=True) for way in ways]
-    found += [Contender(name(FUSED, way), None, {**twin, "attn_implementation": "triton"}, way) for way in ways]
+    found += [Contender(name(FUSED, way), None, twin, way) for way in ways]
     for k in projected_lengths:
-        own = {**fields, "projected_length": k, "attn_implementation": "triton"}
+        own = {**fields, "projected_length": k}
         found += [Contender(name(f"Linformer k={k}", way), k, own, way) for way in ways if k < n]
     return found
 

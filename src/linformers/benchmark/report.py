@@ -106,9 +106,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
     mixed: list[Cell] = []
     if smaller < k < n and k % smaller == 0:
-        own = {**fields, "attn_implementation": "triton"}
-        measured = compare_projected_lengths(k, smaller, n, tokens=settings.tokens, device=device, dtype=dtype, **own)
-        mixed = list(measured)
+        sizes: dict[str, Any] = {"tokens": settings.tokens, "device": device, "dtype": dtype}
+        mixed = list(compare_projected_lengths(k, smaller, n, **sizes, **fields))
         tables.append(saving_table(mixed, n))
 
     for table in tables:

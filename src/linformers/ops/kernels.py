@@ -1,12 +1,12 @@
 """Attention onto k projected keys in Triton, forward and backward; `attend.py` launches what stands here.
 
-Each program serves one head of one row of the batch. With few keys (`attend.holds_all_keys`) it holds all of them and
-walks over its share of the queries: a whole row of P̄ fits into registers, so that the backward pass is a single one and
-needs nothing that the forward pass would have to save. With many keys a program holds one block of queries and walks
-over the keys, or the other way round, with the log-sum-exp of each row at hand.
+Each program serves one head of one row of the batch. With few keys it holds all of them and walks over its share of the
+queries: a whole row of P̄ fits into registers, so that the backward pass is a single one and needs nothing that the
+forward pass would have to save. With some more it still holds all of them, but looks at one half after the other; for
+that the backward pass needs the result and the log-sum-exp of each row. With many keys a program holds one block of
+queries and walks over the keys, or the other way round.
 
-Scores are kept in base 2: `scale` is scaling · log₂ e. Tiles hold keys in their rows where the sum over queries is
-wanted next, so that P̄ᵀ and its gradient go from one product into the next without leaving registers.
+Scores are kept in base 2: `scale` is scaling · log₂ e.
 """
 
 import triton
@@ -37,6 +37,17 @@ def _store(base, start, stride_n, n, rows, columns, tile, D: tl.constexpr):
 
 
 @triton.jit
+def _load_row(base, number, start, n, rows):
+    """A number for each of the rows of one head."""
+    return tl.load(base + number.to(tl.int64) * n + start + rows, mask=start + rows < n, other=0.0)
+
+
+@triton.jit
+def _store_row(base, number, start, n, rows, values):
+    tl.store(base + number.to(tl.int64) * n + start + rows, values, mask=start + rows < n)
+
+
+@triton.jit
 def _hidden(MASK, batch, head, stride_b, stride_h, stride_k, slots, k, HAS_MASK: tl.constexpr):
     """What to add to the scores of each slot: 0, or -inf where it is masked or does not exist."""
     visible = slots < k
@@ -46,16 +57,16 @@ def _hidden(MASK, batch, head, stride_b, stride_h, stride_k, slots, k, HAS_MASK:
 
 
 @triton.jit
-def _exponentials(scores, axis: tl.constexpr, HAS_MASK: tl.constexpr):
-    """2 to the power of the scores, the largest along `axis` made 1, and the sums of these; 1 where nothing is seen."""
-    top = tl.max(scores, axis)
+def _exponentials(products, scale, HAS_MASK: tl.constexpr):
+    """2 to the power of each row's scores less the highest; their sum, 1 where nothing is seen; the highest score."""
+    top = tl.max(products, 1) * scale
     if HAS_MASK:
         top = tl.where(top == float("-inf"), 0.0, top)
-    powers = tl.exp2(scores - tl.expand_dims(top, axis))
-    total = tl.sum(powers, axis)
+    powers = tl.exp2(products * scale - top[:, None])
+    total = tl.sum(powers, 1)
     if HAS_MASK:
         total = tl.where(total == 0.0, 1.0, total)
-    return powers, total
+    return powers, total, top
 
 
 @triton.jit
@@ -94,14 +105,14 @@ def _share(split, splits, n, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def forward_few(
-    Q, K, V, MASK, SEED, OUT,
+    Q, K, V, MASK, SEED, OUT, LSE,
     heads, splits, n, k, scale, threshold, rescale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """OUT = P̄ V for a share of the queries of one head, all of its keys held."""
+    """OUT = P̄ V for a share of the queries of one head, all of its keys held; where asked for, the log-sum-exp too."""
     pid = tl.program_id(0)
     split = pid % splits
     batch, head, number = _head(pid // splits, heads)
@@ -117,15 +128,17 @@ def forward_few(
     first, last = _share(split, splits, n, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
-        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+        products = tl.dot(queries, keys.T, input_precision=PRECISION)  # (n, k)
         if HAS_MASK or not EVEN_K:
-            scores += hidden[None, :]
-        probs, total = _exponentials(scores, 1, HAS_MASK)
+            products += hidden[None, :]
+        probs, total, top = _exponentials(products, scale, HAS_MASK)
         if DROPOUT:
             kept = _kept(_keys_of_queries(seed, number, start + rows)[:, None], slot_keys[None, :], threshold)
             probs = tl.where(kept, probs, 0.0)
         out = tl.dot(probs.to(values.dtype), values, input_precision=PRECISION) * (rescale / total)[:, None]
         _store(OUT, start, heads * D, n, rows, columns, out, D)
+        if LSE is not None:
+            _store_row(LSE, number, start, n, rows, top + tl.log2(total))
 
 
 @triton.jit
@@ -157,10 +170,10 @@ def backward_few(
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
         out_gradient = _load(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
-        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+        products = tl.dot(queries, keys.T, input_precision=PRECISION)  # (n, k)
         if HAS_MASK or not EVEN_K:
-            scores += hidden[None, :]
-        probs, total = _exponentials(scores, 1, HAS_MASK)
+            products += hidden[None, :]
+        probs, total, _ = _exponentials(products, scale, HAS_MASK)
         probs = probs * (1.0 / total)[:, None]
         gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)  # of P̄, (n, k)
         dropped = probs
@@ -177,6 +190,92 @@ def backward_few(
     PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
     _store(PARTS, 0, heads * D, k, slots, columns, key_gradient * scaling, D)
     _store(PARTS + value_part, 0, heads * D, k, slots, columns, value_gradient, D)
+
+
+@triton.jit
+def _of_keys(
+    queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys, key_gradient, value_gradient,
+    scale, threshold, rescale,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a tile adds to the gradients of its keys and values; the gradient of its scores, (k, n).
+
+    Keys stand in the rows, so that P̄ᵀ and its gradient go from one product into the next without leaving registers.
+    """
+    scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
+    if HAS_MASK or not EVEN_K:
+        scores += hidden[:, None]
+    probs = tl.exp2(scores - lse[None, :])
+    gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)  # of P̄
+    dropped = probs
+    if DROPOUT:
+        kept = _kept(slot_keys[:, None], query_keys[None, :], threshold)
+        dropped = tl.where(kept, probs * rescale, 0.0)
+        gradient = tl.where(kept, gradient * rescale, 0.0)
+    value_gradient = tl.dot(dropped.to(values.dtype), out_gradient, value_gradient, input_precision=PRECISION)
+    gradient = (probs * (gradient - delta[None, :])).to(keys.dtype)  # of the scores
+    key_gradient = tl.dot(gradient, queries, key_gradient, input_precision=PRECISION)
+    return key_gradient, value_gradient, gradient
+
+
+@triton.jit
+def backward_some(
+    Q, K, V, MASK, SEED, OUT, LSE, DOUT, DQ, PARTS,
+    heads, splits, n, k, scale, scaling, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part, value_part,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `backward_few`, one half of the keys after the other."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    pid = tl.program_id(0)
+    split = pid % splits
+    batch, head, number = _head(pid // splits, heads)
+    rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, HALF), tl.arange(0, BLOCK_D)
+    K += batch * k_b + head * k_h
+    V += batch * v_b + head * v_h
+    keys = _load(K, 0, k_n, k_d, k, slots, columns, D, EVEN_K)
+    values = _load(V, 0, v_n, v_d, k, slots, columns, D, EVEN_K)
+    more_keys = _load(K, HALF, k_n, k_d, k, slots, columns, D, EVEN_K)
+    more_values = _load(V, HALF, v_n, v_d, k, slots, columns, D, EVEN_K)
+    hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slots, k, HAS_MASK)
+    more_hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, HALF + slots, k, HAS_MASK)
+    seed = tl.load(SEED) if DROPOUT else 0
+    slot_keys = _keys_of_slots(seed, slots) if DROPOUT else 0
+    more_slot_keys = _keys_of_slots(seed, HALF + slots) if DROPOUT else 0
+    Q += batch * q_b + head * q_h
+    DOUT += batch * o_b + head * o_h
+    OUT += (batch * n * heads + head) * D
+    DQ += (batch * n * heads + head) * D
+    key_gradient = tl.zeros((HALF, BLOCK_D), tl.float32)
+    value_gradient = tl.zeros((HALF, BLOCK_D), tl.float32)
+    more_key_gradient = tl.zeros((HALF, BLOCK_D), tl.float32)
+    more_value_gradient = tl.zeros((HALF, BLOCK_D), tl.float32)
+    first, last = _share(split, splits, n, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
+        out_gradient = _load(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
+        out = _load(OUT, start, heads * D, 1, n, rows, columns, D, EVEN)
+        lse = _load_row(LSE, number, start, n, rows)
+        delta = tl.sum(out.to(tl.float32) * out_gradient.to(tl.float32), 1)
+        query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
+        key_gradient, value_gradient, gradient = _of_keys(
+            queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys,
+            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK, DROPOUT, EVEN_K, PRECISION,
+        )  # fmt: skip
+        query_gradient = tl.dot(gradient.T, keys, input_precision=PRECISION)
+        more_key_gradient, more_value_gradient, gradient = _of_keys(
+            queries, out_gradient, lse, delta, query_keys, more_keys, more_values, more_hidden, more_slot_keys,
+            more_key_gradient, more_value_gradient, scale, threshold, rescale, HAS_MASK, DROPOUT, EVEN_K, PRECISION,
+        )  # fmt: skip
+        query_gradient = tl.dot(gradient.T, more_keys, query_gradient, input_precision=PRECISION)
+        _store(DQ, start, heads * D, n, rows, columns, query_gradient * scaling, D)
+    PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
+    _store(PARTS, 0, heads * D, k, slots, columns, key_gradient * scaling, D)
+    _store(PARTS, HALF, heads * D, k, slots, columns, more_key_gradient * scaling, D)
+    _store(PARTS + value_part, 0, heads * D, k, slots, columns, value_gradient, D)
+    _store(PARTS + value_part, HALF, heads * D, k, slots, columns, more_value_gradient, D)
 
 
 @triton.jit
@@ -224,7 +323,7 @@ def forward_many(
     out = out * (rescale / total)[:, None]
     _store(OUT + (batch * n * heads + head) * D, start, heads * D, n, rows, columns, out, D)
     lse = tl.where(nothing, 0.0, top) + tl.log2(total)  # where nothing is seen, all scores are -inf and P̄ is 0
-    tl.store(LSE + number.to(tl.int64) * n + start + rows, lse, mask=start + rows < n)
+    _store_row(LSE, number, start, n, rows, lse)
 
 
 @triton.jit
@@ -247,9 +346,8 @@ def backward_many_queries(
     own = (batch * n * heads + head) * D
     out = _load(OUT + own, start, heads * D, 1, n, rows, columns, D, EVEN)
     delta = tl.sum(out.to(tl.float32) * out_gradient.to(tl.float32), 1)
-    statistics = number.to(tl.int64) * n + start + rows
-    tl.store(DELTA + statistics, delta, mask=start + rows < n)
-    lse = tl.load(LSE + statistics, mask=start + rows < n, other=0.0)
+    _store_row(DELTA, number, start, n, rows, delta)
+    lse = _load_row(LSE, number, start, n, rows)
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
     if DROPOUT:
@@ -291,34 +389,23 @@ def backward_many_keys(
     keys = _load(K + batch * k_b + head * k_h, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
     values = _load(V + batch * v_b + head * v_h, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
     hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
-    if DROPOUT:
-        seed = tl.load(SEED)
-        slot_keys = _keys_of_slots(seed, slot + slots)
+    seed = tl.load(SEED) if DROPOUT else 0
+    slot_keys = _keys_of_slots(seed, slot + slots) if DROPOUT else 0
     Q += batch * q_b + head * q_h
     DOUT += batch * o_b + head * o_h
-    LSE += number.to(tl.int64) * n
-    DELTA += number.to(tl.int64) * n
     key_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     value_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     first, last = _share(split, splits, n, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = _load(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
         out_gradient = _load(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
-        lse = tl.load(LSE + start + rows, mask=start + rows < n, other=0.0)
-        delta = tl.load(DELTA + start + rows, mask=start + rows < n, other=0.0)
-        scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
-        if HAS_MASK or not EVEN_K:
-            scores += hidden[:, None]
-        probs = tl.exp2(scores - lse[None, :])
-        gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)
-        dropped = probs
-        if DROPOUT:
-            kept = _kept(slot_keys[:, None], _keys_of_queries(seed, number, start + rows)[None, :], threshold)
-            dropped = tl.where(kept, probs * rescale, 0.0)
-            gradient = tl.where(kept, gradient * rescale, 0.0)
-        value_gradient = tl.dot(dropped.to(values.dtype), out_gradient, value_gradient, input_precision=PRECISION)
-        gradient = (probs * (gradient - delta[None, :])).to(keys.dtype)
-        key_gradient = tl.dot(gradient, queries, key_gradient, input_precision=PRECISION)
+        lse = _load_row(LSE, number, start, n, rows)
+        delta = _load_row(DELTA, number, start, n, rows)
+        query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
+        key_gradient, value_gradient, _ = _of_keys(
+            queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys,
+            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK, DROPOUT, EVEN_K, PRECISION,
+        )  # fmt: skip
     PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
     _store(PARTS, slot, heads * D, k, slots, columns, key_gradient * scaling, D)
     _store(PARTS + value_part, slot, heads * D, k, slots, columns, value_gradient, D)
