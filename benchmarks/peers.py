@@ -3,12 +3,14 @@
     python benchmarks/peers.py --lengths 512,4096 --out results/efficiency
 
 The packages `linformer` and `linformer-pytorch` are measured where they are installed. All models take embeddings
-(b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it.
+(b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it. With
+`--compile` the Linformers are compiled, too, ours and theirs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import shlex
@@ -36,7 +38,7 @@ from linformers.benchmark.measure import (
 from linformers.provenance import commit, environment
 
 PACKAGES = ("linformer", "linformer_pytorch")
-OURS, OURS_COMPILED = "linformers", "linformers, compiled"
+OURS = "linformers"
 
 
 class Embedded(nn.Module):
@@ -50,7 +52,7 @@ class Embedded(nn.Module):
         return self.model(inputs_embeds=x).last_hidden_state
 
 
-def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Module]]:
+def peers(n: int, k: int, sizes: dict[str, int], compiled: bool) -> dict[str, Callable[[], nn.Module]]:
     """How to make each model that can be made here."""
     layers, heads, d, f = (sizes[name] for name in ("layers", "heads", "hidden", "intermediate"))
     common: dict[str, Any] = {
@@ -69,7 +71,6 @@ def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Mo
             max_position_embeddings=n,
             projected_length=k,
             sharing="layerwise",
-            attn_implementation="triton",
         )
         return Embedded(LinformerModel(config))
 
@@ -97,9 +98,7 @@ def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Mo
             parameter_sharing="layerwise",
         )
 
-    found = {
-        OURS: ours,
-        OURS_COMPILED: lambda: torch.compile(ours(), dynamic=False),
+    others: dict[str, Callable[[], nn.Module]] = {
         "ModernBERT": lambda: of_transformers("ModernBert", max_position_embeddings=n, pad_token_id=1),
         "Longformer": lambda: of_transformers(
             "Longformer", max_position_embeddings=n + 2, attention_window=min(512, n)
@@ -109,10 +108,17 @@ def peers(n: int, k: int, sizes: dict[str, int]) -> dict[str, Callable[[], nn.Mo
             "Nystromformer", max_position_embeddings=n, segment_means_seq_len=n, num_landmarks=64
         ),
     }
+    linformers: dict[str, Callable[[], nn.Module]] = {OURS: ours}
     for package, make in zip(PACKAGES, (linformer, linformer_pytorch), strict=True):
         if importlib.util.find_spec(package):
-            found[package.replace("_", "-")] = make
-    return found
+            linformers[package.replace("_", "-")] = make
+    if compiled:
+        linformers |= {f"{name}, compiled": functools.partial(compile_made, make) for name, make in linformers.items()}
+    return linformers | others
+
+
+def compile_made(make: Callable[[], nn.Module]) -> nn.Module:
+    return torch.compile(make(), dynamic=False)  # type: ignore[return-value]
 
 
 def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: bool) -> list[dict[str, Any]]:
@@ -121,9 +127,8 @@ def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compi
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = torch.randn(max(1, tokens // n), n, sizes["hidden"], device=device, dtype=dtype)
     runs, peaks, failures = {}, {}, {}
-    for name, make in peers(n, k, sizes).items():
-        if name == OURS_COMPILED and not compiled:
-            continue
+    torch._dynamo.reset()
+    for name, make in peers(n, k, sizes, compiled).items():
         try:
             with memory_errors(), torch.device(device):
                 model = make().to(dtype)
@@ -179,7 +184,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="in a pass")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="d; heads have 64 channels")
-    parser.add_argument("--compile", action="store_true", help="measure ours compiled, too")
+    parser.add_argument("--compile", action="store_true", help="measure Linformers compiled, too")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     sizes = {

@@ -176,6 +176,51 @@ def test_peers(task, monkeypatch):
     assert [cell["failure"] for cell in failed if cell["model"] == "BigBird"] == ["ZeroDivisionError: division by zero"]
 
 
+def test_attention(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import attention
+
+    arguments = ["--lengths", "64,128", "--projected", "16,32", "--tokens", "128", "--heads", "2", "--channels", "16"]
+    monkeypatch.setattr("sys.argv", ["attention.py", *arguments, "--out", str(tmp_path)])
+    attention.main()
+    record = json.loads((tmp_path / "attention.json").read_text())
+    assert {(cell["n"], cell["k"]) for cell in record["cells"]} == {(64, 16), (64, 32), (128, 16), (128, 32)}
+    assert all(cell["forward"] > 0 for cell in record["cells"] if "failure" not in cell)
+    assert "Attention, backward" in (tmp_path / "attention.md").read_text()
+
+
+def test_attention_is_held_against_the_best_backend(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import attention
+
+    def cell(model, forward):
+        return {"model": model, "n": 64, "k": 16, "forward": forward}
+
+    cells = [cell(attention.DISPATCH, 2.0), cell("SDPA, cuDNN", 3.0), cell("SDPA, flash", 1.0)]
+    cells.append({"model": "SDPA, memory-efficient", "n": 64, "k": 16, "failure": "no"})
+    assert attention.ratios(cells, attention.DISPATCH, "forward") == {(64, 16): 0.5}
+    assert attention.sentences(cells) == ["forward: through the dispatch at least 0.50× the best backend (n=64, k=16)."]
+
+
+def test_growth():
+    cells = cells_of("Linformer k=64", {512: 1.0, 1024: 1.5, 2048: 3.3, 8192: 100.0}, 64)
+    (line,) = report.growth(cells, "inference")
+    assert "at most 2.20 times as long (n=1024) and 1.00 times the memory" in line
+
+
+def test_one_sequence_in_each_pass(tmp_path):
+    arguments = ["--lengths", "64,128", "--projected", "16", "--tokens", "0", "--layers", "1", "--hidden", "64"]
+    arguments += ["--models", "linformer", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    record = json.loads((tmp_path / "efficiency.json").read_text())
+    assert [(cell["model"], cell["n"], cell["batch"]) for cell in record["lengths"]] == [
+        ("Linformer k=16", 64, 1),
+        ("Linformer k=16", 128, 1),
+    ]
+    assert "from n to 2n, Linformer k=16" in (tmp_path / "efficiency.md").read_text()
+
+
 def test_largest_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -8,7 +8,7 @@ import torch
 
 from linformers import LinformerAttention, LinformerModel
 from linformers.attention import TRITON
-from linformers.ops import attend, dispatch
+from linformers.ops import dispatch, launch
 
 from . import modes
 
@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 def interpreted(monkeypatch):
     """Let the kernels serve where there is no GPU, too, and count how often they do."""
     calls = []
-    launch = attend.Launch.run
+    start = launch.Plan.run
 
-    def run(self, kernel, *args, **own):
-        calls.append(kernel.__name__ if hasattr(kernel, "__name__") else kernel.fn.__name__)
-        launch(self, kernel, *args, **own)
+    def run(self, tensors):
+        calls.append(self.name)
+        start(self, tensors)
 
     monkeypatch.setattr(dispatch, "DEVICES", {"cuda", "cpu"})
-    monkeypatch.setattr(attend.Launch, "run", run)
+    monkeypatch.setattr(launch.Plan, "run", run)
     dispatch._said.clear()
     return calls
 
@@ -142,12 +142,10 @@ def test_compilers_say_it_too(interpreted, caplog):
 
 
 def test_many_keys_go_to_the_faster_one(interpreted, caplog):
-    def key(k):
-        return torch.randn(1, 1, k, 8)
-
-    query = torch.randn(1, 1, 5, 8)
-    assert dispatch.use_triton(query, key(256))
-    assert not dispatch.use_triton(query, key(257))
+    for dtype, most in ((torch.float16, 256), (torch.float32, 128)):
+        query, key = (torch.randn(1, 1, length, 8, dtype=dtype) for length in (5, most + 1))
+        assert dispatch.use_triton(query, key[:, :, 1:])
+        assert not dispatch.use_triton(query, key)
     assert not caplog.records
 
 

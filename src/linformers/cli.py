@@ -187,7 +187,7 @@ def demo(
 def bench(
     lengths: Annotated[str, typer.Option(help="Sequence lengths n, separated by commas.")] = "512,1024,2048,4096",
     projected: Annotated[str, typer.Option(help="Projected lengths k, separated by commas.")] = "64,128,256",
-    tokens: Annotated[int, typer.Option(help="Tokens in a pass.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens in a pass; 0 for one sequence in each.")] = 8192,
     layers: Annotated[int, typer.Option(help="Layers of each model.")] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size of each model; heads have 64 channels.")] = 256,
     task: Annotated[str, typer.Option(help="inference, training, or both with a comma between.")] = "inference",
@@ -195,6 +195,9 @@ def bench(
     dropout: Annotated[float, typer.Option(help="Dropout in training.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too: takes minutes.")] = False,
     batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits into the GPU.")] = False,
+    models: Annotated[
+        str, typer.Option(help="Which to measure, separated by commas.")
+    ] = "unfused,roberta,twin,linformer",
     out: Out = Path("runs/bench"),
 ) -> None:
     """Time and memory over (n, k), beside the Transformers that a user would pick instead."""
@@ -203,10 +206,11 @@ def bench(
     settings = report.Settings(
         lengths=_numbers("lengths", lengths),
         projected=_numbers("projected", projected),
-        tokens=tokens,
+        tokens=tokens or None,
         layers=layers,
         hidden=hidden,
         tasks=task.split(","),
+        models=models.split(","),
         compiled=compiled,
         dropout=dropout,
         sharing=sharing,

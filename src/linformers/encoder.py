@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ProjectedAttention, full_name, group_heads, ranks_of
+from .attention import ProjectedAttention, full_name, group_heads, is_plain, ranks_of
 from .checks import check_integers, check_shape, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .loading import (
@@ -29,6 +29,7 @@ from .loading import (
     refuse_other_projection,
 )
 from .ops.gelu import gelu
+from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
 from .projections import ConvProjection, LinearProjection, Projections, SequenceMap, Weights, sequence_map
 
@@ -121,7 +122,10 @@ class FeedForward(nn.Module):
         return torch.cat([self.transform(part) for part in tokens.split(size, dim)], dim)
 
     def transform(self, tokens: Tensor) -> Tensor:
-        return self.output(self.activation(self.intermediate(tokens)))
+        linear = self.intermediate
+        if self.activation is gelu and is_plain(linear, tokens) and serves(tokens, linear):
+            return self.output(linear_gelu(tokens, linear.weight, linear.bias))
+        return self.output(self.activation(linear(tokens)))
 
 
 class LinformerLayer(GradientCheckpointingLayer):

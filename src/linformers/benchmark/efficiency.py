@@ -27,6 +27,7 @@ from .measure import (
 )
 
 UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
+MODELS = ("unfused", "roberta", "twin", "linformer")
 VOCABULARY = 1000
 
 # transformers' SDPA under a name for which it makes no masks. There is nothing to mask here, and a compiled RoBERTa
@@ -95,7 +96,12 @@ class Contender:
 
 
 def contenders(
-    n: int, projected_lengths: Sequence[int], *, compiled: bool = False, roberta: bool = True, **fields: Any
+    n: int,
+    projected_lengths: Sequence[int],
+    *,
+    compiled: bool = False,
+    models: Sequence[str] = MODELS,
+    **fields: Any,
 ) -> list[Contender]:
     """What to measure at n: the paper's baseline, those that users have today, and a Linformer for each k < n."""
     twin = {**fields, "projection": "identity"}
@@ -104,26 +110,30 @@ def contenders(
     def name(model: str, compiled: bool) -> str:
         return f"{model}, compiled" if compiled else model
 
-    found = [Contender(UNFUSED, None, {**twin, "attn_implementation": "eager"})]
-    if roberta:
-        found += [Contender(name(ROBERTA, way), None, twin, way, is_roberta=True) for way in ways]
-    found += [Contender(name(FUSED, way), None, twin, way) for way in ways]
-    for k in projected_lengths:
-        own = {**fields, "projected_length": k}
-        found += [Contender(name(f"Linformer k={k}", way), k, own, way) for way in ways if k < n]
-    return found
+    found = {
+        "unfused": [Contender(UNFUSED, None, {**twin, "attn_implementation": "eager"})],
+        "roberta": [Contender(name(ROBERTA, way), None, twin, way, is_roberta=True) for way in ways],
+        "twin": [Contender(name(FUSED, way), None, twin, way) for way in ways],
+        "linformer": [
+            Contender(name(f"Linformer k={k}", way), k, {**fields, "projected_length": k}, way)
+            for k in projected_lengths
+            if k < n
+            for way in ways
+        ],
+    }
+    return [contender for model in MODELS if model in models for contender in found[model]]
 
 
 def compare(
     lengths: Sequence[int],
     projected_lengths: Sequence[int],
     *,
-    tokens: int,
+    tokens: int | None,
     device: str,
     dtype: str = "float32",
     tasks: Sequence[str] = ("inference",),
     compiled: bool = False,
-    roberta: bool = True,
+    models: Sequence[str] = MODELS,
     with_floor: bool = False,
     with_batches: bool = False,
     on_model: Callable[[str], None] = lambda name: None,
@@ -131,18 +141,17 @@ def compare(
 ) -> Iterator[list[Cell]]:
     """Measure all contenders at each n and task; those of one n are timed in turn.
 
-    Each pass has `tokens` tokens; `fields` are fields of `LinformerConfig` for all of the models. `on_model` is called
-    with a name whenever a model is about to be measured.
+    Each pass has `tokens` tokens, or is one sequence where that is `None`; `fields` are fields of `LinformerConfig` for
+    all of the models. `on_model` is called with a name whenever a model is about to be measured.
     """
     torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
     for n in lengths:
         for task in tasks:
             torch._dynamo.reset()
             release()
-            models = contenders(n, projected_lengths, compiled=compiled, roberta=roberta, **fields)
-            yield list(
-                _measure(models, n, max(1, tokens // n), task, device, dtype, with_floor, with_batches, on_model)
-            )
+            measured = contenders(n, projected_lengths, compiled=compiled, models=models, **fields)
+            batch = 1 if tokens is None else max(1, tokens // n)
+            yield list(_measure(measured, n, batch, task, device, dtype, with_floor, with_batches, on_model))
 
 
 def _measure(

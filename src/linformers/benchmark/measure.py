@@ -88,6 +88,23 @@ def _seconds(run: Run, count: int) -> float:
     return (_now() - began) / count
 
 
+def device_seconds(run: Run, count: int = 20, rounds: int = 5) -> float:
+    """Median seconds of a run on the device alone: on a GPU it is replayed from a graph, without the CPU's part."""
+    if not torch.cuda.is_available():
+        return interleaved({"": run}, min_seconds=0.05, rounds=rounds)[""]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # what is compiled or chosen at the first run cannot be captured
+            run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(count):
+            run()
+    graph.replay()
+    return statistics.median(_seconds(graph.replay, 1) / count for _ in range(rounds))
+
+
 def peak_memory(run: Run, device: str | torch.device) -> int:
     """The most bytes of tensors that live at once on `device` during `run`, beside those that lived before."""
     if torch.device(device).type == "cuda":

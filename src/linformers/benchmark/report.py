@@ -19,6 +19,7 @@ from ..config import SHARINGS
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
+    MODELS,
     ROBERTA,
     UNFUSED,
     Cell,
@@ -42,7 +43,7 @@ class Settings:
     Attributes:
         lengths: n.
         projected: k.
-        tokens: in a pass, whatever n.
+        tokens: in a pass, whatever n; `None` for one sequence in each pass.
         layers: of each model.
         hidden: d; heads have 64 channels.
         tasks: of `TASKS`.
@@ -50,11 +51,12 @@ class Settings:
         dropout: in training.
         sharing: of the Linformers.
         batches: find the largest batch that fits (on a GPU).
+        models: of `MODELS`.
     """
 
     lengths: Sequence[int]
     projected: Sequence[int]
-    tokens: int
+    tokens: int | None
     layers: int
     hidden: int
     tasks: Sequence[str] = ("inference",)
@@ -62,10 +64,13 @@ class Settings:
     dropout: float = 0.0
     sharing: str = "layerwise"
     batches: bool = False
+    models: Sequence[str] = MODELS
 
     def check(self) -> None:
-        for name in ("tokens", "layers", "hidden"):
+        for name in ("layers", "hidden") if self.tokens is None else ("tokens", "layers", "hidden"):
             check_size(name, getattr(self, name))
+        for model in self.models:
+            check_choice("models", model, MODELS)
         for task in self.tasks:
             check_choice("task", task, TASKS)
         check_choice("sharing", self.sharing, SHARINGS)
@@ -75,7 +80,7 @@ class Settings:
         if self.hidden % 64:
             raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
         for n in self.lengths:
-            if self.tokens % n:
+            if self.tokens is not None and self.tokens % n:
                 raise ValueError(f"lengths={n} does not divide tokens={self.tokens}: each pass holds whole sequences")
         if min(self.projected) >= max(self.lengths):
             raise ValueError(f"projected={min(self.projected)} leaves nothing to measure: no length exceeds it")
@@ -102,10 +107,12 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     cells = _measure(settings, fields, device, dtype, console)
     tables = [table for task in settings.tasks for table in task_tables(cells, task)]
     sentences = [line for task in settings.tasks for line in crossovers(cells, task)]
+    if settings.tokens is None:
+        sentences += [line for task in settings.tasks for line in growth(cells, task)]
 
     n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
     mixed: list[Cell] = []
-    if smaller < k < n and k % smaller == 0:
+    if settings.tokens is not None and smaller < k < n and k % smaller == 0:
         sizes: dict[str, Any] = {"tokens": settings.tokens, "device": device, "dtype": dtype}
         mixed = list(compare_projected_lengths(k, smaller, n, **sizes, **fields))
         tables.append(saving_table(mixed, n))
@@ -129,7 +136,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
 
 def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str, console: Console) -> list[Cell]:
     count = len(settings.tasks) * sum(
-        len(contenders(n, settings.projected, compiled=settings.compiled, **fields)) for n in settings.lengths
+        len(contenders(n, settings.projected, compiled=settings.compiled, models=settings.models, **fields))
+        for n in settings.lengths
     )
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
@@ -144,6 +152,7 @@ def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str
                 dtype=dtype,
                 tasks=settings.tasks,
                 compiled=settings.compiled,
+                models=settings.models,
                 with_floor=True,
                 with_batches=settings.batches,
                 on_model=lambda name: bars.update(task, advance=1, description=name),
@@ -159,34 +168,39 @@ def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
     """What a pass costs in each measure, and how many times less than the baseline of that measure."""
     own = [cell for cell in cells if cell.task == task]
     fastest = baseline(own)
+    unfused = UNFUSED if any(cell.model == UNFUSED for cell in own) else None
     tables = [
-        length_table(own, milliseconds, f"Milliseconds, {task} (× faster than {fastest})", fastest),
-        length_table(own, mebibytes, f"MiB beside the weights, {task} (× smaller than unfused)", UNFUSED),
-        length_table(own, over_floor, f"Time over the floor of the hardware, {task}", None, digits=2),
+        length_table(own, milliseconds, f"Milliseconds, {task}", fastest, "faster than"),
+        length_table(own, mebibytes, f"MiB beside the weights, {task}", unfused, "smaller than"),
+        length_table(own, over_floor, f"Time over the floor of the hardware, {task}", digits=2),
     ]
     if any(cell.joules is not None for cell in own):
-        tables.append(length_table(own, lambda c: c.joules, f"Joules, {task} (× less than {fastest})", fastest, 2))
+        tables.append(length_table(own, lambda c: c.joules, f"Joules, {task}", fastest, "less than", digits=2))
     if any(cell.largest_batch is not None for cell in own):
-        title = f"Largest batch that fits, {task} (× that of the unfused)"
-        tables.append(length_table(own, lambda c: c.largest_batch, title, UNFUSED, inverse=True))
+        title = f"Largest batch that fits, {task}"
+        tables.append(length_table(own, lambda c: c.largest_batch, title, unfused, "that of", inverse=True))
     return tables
 
 
-def baseline(cells: Sequence[Cell]) -> str:
+def baseline(cells: Sequence[Cell]) -> str | None:
     """What a user would pick instead: RoBERTa with fused attention, compiled where that was measured."""
-    names = [f"{ROBERTA}, compiled", ROBERTA, FUSED]
-    return next(name for name in names if any(cell.model == name for cell in cells))
+    names = [f"{ROBERTA}, compiled", ROBERTA, f"{FUSED}, compiled", FUSED, UNFUSED]
+    return next((name for name in names if any(cell.model == name for cell in cells)), None)
 
 
 def length_table(
     cells: Sequence[Cell],
     value: Callable[[Cell], float | None],
     title: str,
-    against: str | None,
+    against: str | None = None,
+    than: str = "",
+    *,
     digits: int = 1,
     inverse: bool = False,
 ) -> Table:
     """One measure at each n; in brackets, how many times better a Linformer is than the model it stands against."""
+    if against is not None:
+        title = f"{title} (× {than} {against})"
     models = list(dict.fromkeys(cell.model for cell in cells))
     lengths = list(dict.fromkeys(cell.n for cell in cells))
     table = Table("model", *(f"n={n}" for n in lengths), title=title)
@@ -221,6 +235,8 @@ def crossovers(cells: Sequence[Cell], task: str) -> list[str]:
     """From which n on each Linformer is faster than what a user would pick instead."""
     own = [cell for cell in cells if cell.task == task]
     other = baseline(own)
+    if other is None:
+        return []
     # What runs out of memory has lost.
     rival = {cell.n: cell.seconds or math.inf for cell in own if cell.model == other}
     suffix = ", compiled" if other.endswith("compiled") else ""
@@ -235,6 +251,22 @@ def crossovers(cells: Sequence[Cell], task: str) -> list[str]:
             lines.append(f"{task}: {name} is faster than {other} from n={min(from_here)} on.")
         else:
             lines.append(f"{task}: {name} is faster than {other} at no n up to {max(times)}.")
+    return lines
+
+
+def growth(cells: Sequence[Cell], task: str) -> list[str]:
+    """How time and memory grow from n to 2n, at the worst."""
+    lines = []
+    for model in dict.fromkeys(cell.model for cell in cells):
+        own = {cell.n: cell for cell in cells if (cell.model, cell.task) == (model, task) and cell.seconds is not None}
+        pairs = [(own[n], own[2 * n]) for n in own if 2 * n in own]
+        if pairs:
+            time, at = max((milliseconds(long) / milliseconds(short), short.n) for short, long in pairs)
+            memory, place = max((mebibytes(long) / mebibytes(short), short.n) for short, long in pairs)
+            lines.append(
+                f"{task}: from n to 2n, {model} takes at most {time:.2f} times as long (n={at}) "
+                f"and {memory:.2f} times the memory (n={place})."
+            )
     return lines
 
 
