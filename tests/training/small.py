@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from safetensors.numpy import load_file
 
@@ -46,6 +47,8 @@ def recipe(data: Path, out: Path, **fields) -> Recipe:
         "save_every": 5,
         "workers": 0,
         "short_rows": 0.2,
+        "compile": "no",
+        "deterministic": torch.cuda.is_available(),
     }
     model = {**MODEL, **fields.pop("model", {})}
     return Recipe(data=str(data), out=str(out), model=model, **{**defaults, **fields})

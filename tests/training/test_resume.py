@@ -144,3 +144,12 @@ def test_what_is_not_finite_stops_before_the_update(corpus, straight, tmp_path, 
     monkeypatch.setattr(pretrain, "make_trainer", original)
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch, deterministic):
+    seen = []
+    monkeypatch.setattr(pretrain, "_run", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or 0)
+    small.train(small.recipe(corpus, tmp_path, deterministic=deterministic))
+    assert seen == [deterministic]
+    assert not torch.are_deterministic_algorithms_enabled()

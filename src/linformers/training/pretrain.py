@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,10 +36,24 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
     Returns:
         The exit code: 0, or 128 plus the number of the signal that stopped the run after saving it.
     """
-    code = _run(recipe, console, command)
+    with _same_numbers(recipe.deterministic):
+        code = _run(recipe, console, command)
     if dist.is_initialized():  # after an error it is left alone: leaving it could wait for processes that went on
         dist.destroy_process_group()
     return code
+
+
+@contextmanager
+def _same_numbers(always: bool) -> Iterator[None]:
+    """Let torch use none but deterministic algorithms, if it `always` must give the same numbers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if always:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _run(recipe: Recipe, console: Console, command: str) -> int:

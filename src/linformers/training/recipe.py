@@ -48,6 +48,8 @@ class Recipe:
         log_every: steps between entries of the log.
         precision: `"bf16"`, `"float32"`, or `"auto"`: bf16 where the hardware has it.
         compile: `"yes"`, `"no"`, or `"auto"`: on a GPU.
+        deterministic: repeat a run bit for bit on a GPU, too, where atomic additions otherwise change the last bits;
+            costs time.
         gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
         shard: spread weights and optimiser over the processes (FSDP) instead of copying them to each (DDP).
         workers: processes that read and mask rows ahead, for each training process.
@@ -77,6 +79,7 @@ class Recipe:
     log_every: int = 50
     precision: str = "auto"
     compile: str = "auto"
+    deterministic: bool = False
     gradient_checkpointing: bool = False
     shard: bool = False
     workers: int = 2
@@ -96,7 +99,7 @@ class Recipe:
             check_positive(name, getattr(self, name))
         for name in ("adam_beta1", "adam_beta2", "mask_share", "weight_decay", "short_rows"):
             check_probability(name, getattr(self, name))
-        for name in ("gradient_checkpointing", "shard"):
+        for name in ("deterministic", "gradient_checkpointing", "shard"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         check_choice("schedule", self.schedule, SCHEDULES)
