@@ -7,7 +7,7 @@ from linformers import LinformerConfig, LinformerForMaskedLM
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
 
-# All sharing × projection modes, E from a Gaussian, and projected lengths that differ by head and layer.
+# All sharing × projection modes, E from a Gaussian, projected lengths that differ by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]
 GAUSSIAN = [{"projection": "linear", "sharing": s, "projection_init": "gaussian"} for s in SHARINGS]
 NON_UNIFORM = [
@@ -27,7 +27,15 @@ NON_UNIFORM = [
     {"projection": "conv", "sharing": "none", "projected_length": [[4, 3, 4, 1], [6, 6, 6, 6]]},
     {"projection": "conv", "sharing": "key-value", "projected_length": [4, 3]},
 ]
-ALL = UNIFORM + GAUSSIAN + NON_UNIFORM
+LOCAL = [
+    {"projection": "linear", "local_window": 2},
+    {"projection": "linear", "sharing": "none", "local_window": [0, 20]},
+    {"projection": "max", "local_window": 3},
+    {"projection": "conv", "projected_length": [4, 4], "local_window": [1, 0]},
+    {"projection": "none", "local_window": 2},
+    {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
+]
+ALL = UNIFORM + GAUSSIAN + NON_UNIFORM + LOCAL
 
 
 def name(mode: dict) -> str:

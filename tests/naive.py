@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linformers.attention import ProjectedAttention
-from linformers.projections import ConvMap, IdentityMap, LinearMap, MaxMap, MeanMap, SequenceMap, Weights
+from linformers.projections import ConvMap, IdentityMap, LinearMap, MaxMap, MeanMap, NoMap, SequenceMap, Weights
 
 
 def owners(n: int, k: int) -> list[int]:
@@ -36,8 +36,13 @@ def _one_sequence(layer: ProjectedAttention, E: Weights, F: Weights, x: Tensor) 
 
         query = x @ layer.query.weight[rows].T + layer.query.bias[rows]
         keys, values = project(layer.key, E), project(layer.value, F)
-        scores = query @ keys.T / math.sqrt(dh)
-        heads.append(torch.softmax(scores, dim=-1) @ values)
+        exact_keys, exact_values = (x @ w.weight[rows].T + w.bias[rows] for w in (layer.key, layer.value))
+        results = []
+        for r in range(len(x)):
+            near = [j for j in range(len(x)) if abs(r - j) <= layer.local_window] if layer.local_window else []
+            own_keys, own_values = torch.cat([keys, exact_keys[near]]), torch.cat([values, exact_values[near]])
+            results.append(torch.softmax(own_keys @ query[r] / math.sqrt(dh), dim=0) @ own_values)
+        heads.append(torch.stack(results))
     return torch.cat(heads, dim=1) @ layer.output.weight.T + layer.output.bias
 
 
@@ -46,6 +51,8 @@ def _project(kind: SequenceMap, weights: Tensor | None, tokens: Tensor, k: int) 
     length, n = len(tokens), kind.max_length
     if isinstance(kind, IdentityMap):
         return tokens
+    if isinstance(kind, NoMap):
+        return tokens[:0]
     owner = owners(n, k)
     filled = sorted({owner[r] for r in range(length)})
     if isinstance(kind, LinearMap):

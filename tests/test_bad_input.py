@@ -303,7 +303,7 @@ def test_model_of_another_config():
 
 def test_implementations_that_cannot_mask_slots():
     model = LinformerModel(modes.config(attn_implementation="flex_attention"))
-    with refused("attn_implementation='flex_attention' cannot leave out projected keys"):
+    with refused("attn_implementation='flex_attention' cannot leave out keys"):
         model(torch.ones(1, 12, dtype=torch.long), torch.tensor([[1] * 6 + [0] * 6]))
 
 
@@ -396,3 +396,38 @@ def test_converting_to_what_cannot_be(fields, changes, message):
     config = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, **fields}
     with refused(message):
         from_roberta(RobertaModel(RobertaConfig(intermediate_size=24, max_position_embeddings=20, **config)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"local_window": -1}, "local_window=-1 must be an integer from 0 to 512"),
+        ({"local_window": 513}, "local_window=513 must be"),
+        ({"local_window": 2.0}, "local_window=2.0 must be"),
+        ({"local_window": "32"}, "local_window='32' must be"),
+        ({"local_window": [8, 8, 8]}, "local_window has 3 entries, one per layer, but num_hidden_layers=2"),
+        ({"local_window": [8, -2]}, "local_window=-2 must be"),
+        ({"local_window": 8, "projection": "identity"}, "local_window=8 adds nothing to projection='identity'"),
+        ({"projection": "none"}, "projection='none' leaves no key to attend to; local_window must be at least 1"),
+        ({"projection": "none", "local_window": [4, 0]}, "projection='none' leaves no key to attend to"),
+    ],
+)
+def test_local_windows(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        modes.config(**fields)
+    window = fields.get("local_window", 0)
+    if not isinstance(window, list):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            LinformerAttention(16, 4, 12, 4, **fields)
+
+
+def test_local_windows_and_context():
+    layer = LinformerAttention(16, 4, 12, 4, local_window=2)
+    with pytest.raises(ValueError, match="local_window=2 is for self-attention"):
+        layer(torch.randn(1, 5, 16), context=torch.randn(1, 5, 16))
+
+
+def test_local_windows_need_a_mask():
+    model = LinformerModel(modes.config(local_window=2, attn_implementation="flex_attention"))
+    with pytest.raises(ValueError, match="cannot leave out keys, and a local window makes that necessary"):
+        model(torch.ones(1, 12, dtype=torch.long))

@@ -15,7 +15,7 @@ from . import modes
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 # One layer, so that all modes fit into the time of the suite; non-uniform modes need their two.
-MODES = [{**mode, "num_hidden_layers": 1} for mode in modes.UNIFORM + modes.GAUSSIAN] + modes.NON_UNIFORM
+MODES = [{**mode, "num_hidden_layers": 1} for mode in modes.UNIFORM + modes.GAUSSIAN] + modes.NON_UNIFORM + modes.LOCAL
 EXPORTED = [
     {"projection": "linear", "sharing": "layerwise"},
     {"projection": "linear", "sharing": "none", "projection_init": "gaussian"},

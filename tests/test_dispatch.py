@@ -41,7 +41,7 @@ def model_and_inputs(**fields):
 
 @pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 def test_the_model_is_the_same(mode, interpreted):
-    model, ids, mask = model_and_inputs(**mode)
+    model, ids, mask = model_and_inputs(**mode, attn_implementation="sdpa")
     other = copy.deepcopy(model)
     other.set_attn_implementation("triton")
     labels = torch.where(mask, ids, -100)
@@ -52,7 +52,8 @@ def test_the_model_is_the_same(mode, interpreted):
     result.loss.backward()
     for parameter, own in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(own.grad, parameter.grad, rtol=1e-3, atol=2e-5)
-    assert {"forward_few", "backward_few"} <= set(interpreted)
+    if 0 in model.config.local_windows:
+        assert {"forward_few", "backward_few"} <= set(interpreted)
     torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
 
 

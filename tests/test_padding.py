@@ -105,6 +105,8 @@ def test_layer_alone(mode, mask, seed, poison):
     if "projected_length" in mode:  # one for each head of a layer, where conv kernels can be of one size only if shared
         shared_kernel = mode["projection"] == "conv" and mode.get("sharing") != "none"
         mode = {**mode, "projected_length": 4 if shared_kernel else [4, 2, 4, 1]}
+    if isinstance(mode.get("local_window"), list):
+        mode = {**mode, "local_window": max(mode["local_window"])}
     torch.manual_seed(0)
     layer = LinformerAttention(16, 4, MAX_LENGTH, **{"projected_length": 4, **mode})
     torch.manual_seed(seed)
@@ -112,6 +114,10 @@ def test_layer_alone(mode, mask, seed, poison):
     x, context = torch.randn(*mask.shape, 16), torch.randn(*mask.shape, 16)
     poisoned, poisoned_context = (torch.where(mask[..., None], z, poison) for z in (x, context))
     assert torch.equal(layer(x, mask)[mask], layer(poisoned, mask)[mask])
+    layer(poisoned, mask).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    if layer.local_window:
+        return
     with_context = layer(x, mask, context=context, context_mask=mask)
     assert torch.equal(with_context[mask], layer(poisoned, mask, context=poisoned_context, context_mask=mask)[mask])
     for row in range(len(mask)):
@@ -178,13 +184,22 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0] * 8])
     attentions = model(torch.randint(31, (3, 8)), mask, output_attentions=True).attentions
     assert len(attentions) == LAYERS
-    for lengths, probs in zip(model.config.projected_lengths, attentions, strict=True):
+    windows = model.config.local_windows
+    for lengths, window, probs in zip(model.config.projected_lengths, windows, attentions, strict=True):
         identity, linear = mode["projection"] == "identity", mode["projection"] == "linear"
         slots = 8 if identity else max(k if linear else -(-8 * k // MAX_LENGTH) for k in lengths)
-        assert probs.shape == (3, 4, 8, slots)
-        torch.testing.assert_close(probs[:2].sum(-1), torch.ones(2, 4, 8))
+        assert probs.shape == (3, 4, 8, slots + (2 * window + 1 if window else 0))
+        at_real = probs.transpose(1, 2)[mask.bool()]
+        torch.testing.assert_close(at_real.sum(-1), torch.ones(12, 4))
         assert probs[2].abs().max() == 0
+        if window:
+            near = at_real[:4, :, slots:]  # the first row, whose real tokens have the ranks 0 to 3
+            ranks, offsets = torch.arange(4)[:, None], torch.arange(-window, window + 1)
+            there = (ranks + offsets >= 0) & (ranks + offsets < 4)
+            assert ((near > 0) == there[:, None]).all()
         for head, k in enumerate(lengths):
+            if k == 0:
+                continue
             if identity:
                 filled = mask[0].nonzero().squeeze(1)
             elif mode.get("projection_init") == "gaussian":
@@ -192,5 +207,5 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
             else:
                 filled = torch.arange((4 - 1) * k // MAX_LENGTH + 1)  # four real tokens in the first row
             empty = torch.ones(slots, dtype=torch.bool).index_fill(0, filled, False)
-            assert probs[0, head][:, empty].abs().sum() == 0
+            assert probs[0, head][:, :slots][:, empty].abs().sum() == 0
             assert (probs[0, head][:, filled] > 0).all()

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import check_choice, check_probability, check_shape, check_size, refuse_length
 from .config import (
+    FIXED_LENGTHS,
     NO_CAUSAL,
     PROJECTION_INITS,
     PROJECTIONS,
@@ -19,13 +20,15 @@ from .config import (
     check_heads,
     check_projected_lengths,
     check_scale,
+    check_window,
     default_scale,
     plain,
 )
 from .ops import reference
 from .ops.attend import attend
 from .ops.dispatch import use_triton
-from .ops.ranks import Ranks, move_to_front, zero_padding
+from .ops.local import attend_locally
+from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
 from .projections import LinearMap, Projections, SequenceMap, Weights, sequence_map
 
 # The name of our kernels among transformers' attention functions, whose registry is global; ours is "triton".
@@ -42,7 +45,8 @@ class ProjectedAttention(nn.Module):
     (F^T x W_V + b_V)$$
 
     The biases are added after projecting. Where one E serves all heads it commutes with W, and $(E^T x) W$ costs k
-    rows of W instead of n; otherwise the order is the paper's, $E^T (x W)$.
+    rows of W instead of n; otherwise the order is the paper's, $E^T (x W)$. With a local window, each query also sees,
+    in the same softmax, the exact keys $x W_K + b_K$ at most w positions away.
 
     Args:
         hidden_size: d, the channels of input and output.
@@ -51,6 +55,7 @@ class ProjectedAttention(nn.Module):
         sequence_map: what multiplying with $E^T$ is here: a matrix product, pooling, a convolution.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         layer_idx: the number of the layer in its model, if it has one.
+        local_window: w, or 0 for none.
     """
 
     is_causal = False  # transformers' attention functions read it
@@ -63,6 +68,7 @@ class ProjectedAttention(nn.Module):
         sequence_map: SequenceMap,
         dropout: float = 0.0,
         layer_idx: int | None = None,
+        local_window: int = 0,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -73,6 +79,7 @@ class ProjectedAttention(nn.Module):
         self.sequence_map = sequence_map
         self.dropout = dropout
         self.layer_idx = layer_idx
+        self.local_window = local_window
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -93,23 +100,32 @@ class ProjectedAttention(nn.Module):
         Both are 0 at padding: whoever calls has seen to that, at a place where it costs nothing.
 
         Returns:
-            The result (b, n, d) and, from `attn_implementation="eager"`, $\bar P$ (b, h, n, k).
+            The result (b, n, d) and, from `attn_implementation="eager"`, $\bar P$ (b, h, n, k), with a local window
+            (b, h, n, k + 2w + 1): behind the projected keys the exact ones, from w positions before a query on.
         """
+        moved_by = None
+        if self.local_window and ranks is not None:  # neighbours must stand side by side
+            moved_by, hidden_states, ranks = ranks, move_to_front(hidden_states, ranks), ranks.sorted()
         if context is None:
             context, context_ranks = hidden_states, ranks
 
         query = self._split_heads(self.query(hidden_states))  # (b, h, n, d_head)
+        lengths = None if ranks is None else ranks.lengths
         results = [
-            self._attend(group.of(query, dim=1), key, value, slots, attn_implementation)
-            for group, key, value, slots in self.project(context, E, F, context_ranks)
+            self._attend(projected.group.of(query, dim=1), projected, lengths, attn_implementation)
+            for projected in self.project(context, E, F, context_ranks)
         ]
         heads = self._in_order([result for result, _ in results], dim=2)  # (b, n, h, d_head)
-        return self.output(heads.flatten(2)), self._merge_probs([probs for _, probs in results])
+        output, probs = self.output(heads.flatten(2)), self._merge_probs([probs for _, probs in results])
+        if moved_by is not None:
+            output = move_back(output, moved_by)
+            if probs is not None:
+                by_query = move_back(probs.transpose(1, 2).flatten(2), moved_by)
+                probs = by_query.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        return output, probs
 
-    def project(
-        self, context: Tensor, E: Weights, F: Weights, ranks: Ranks | None
-    ) -> list[tuple[HeadGroup, Tensor, Tensor, Tensor | None]]:
-        """For each group of heads its projected keys and values, (b, h, k, d_head), and which of them are filled."""
+    def project(self, context: Tensor, E: Weights, F: Weights, ranks: Ranks | None) -> list[Projected]:
+        """The projected keys and values of each group of heads and, with a local window, the exact ones."""
         lengths = None if ranks is None else ranks.lengths
         if ranks is not None and self.sequence_map.needs_order:
             context = move_to_front(context, ranks)
@@ -120,17 +136,27 @@ class ProjectedAttention(nn.Module):
             short_values = short_keys if F is E else self._shorten(context, F, lengths)  # type: ignore[arg-type]
             keys = [self._linear(self.key, x, group) for x, group in zip(short_keys, self.groups, strict=True)]
             values = [self._linear(self.value, x, group) for x, group in zip(short_values, self.groups, strict=True)]
+            if self.local_window:
+                near_key, near_value = self._split_heads(self.key(context)), self._split_heads(self.value(context))
         else:
-            keys = self._linear_then_shorten(self.key, context, E, lengths)
-            values = self._linear_then_shorten(self.value, context, F, lengths)
-        slots = [self.sequence_map.slot_mask(context, group.projected_length, ranks) for group in self.groups]
-        return list(zip(self.groups, keys, values, slots, strict=True))
+            keys, near_key = self._linear_then_shorten(self.key, context, E, lengths)
+            values, near_value = self._linear_then_shorten(self.value, context, F, lengths)
+        return [
+            Projected(
+                group,
+                key,
+                value,
+                self.sequence_map.slot_mask(context, group.projected_length, ranks),
+                group.of(near_key, dim=1) if self.local_window else None,
+                group.of(near_value, dim=1) if self.local_window else None,
+            )
+            for group, key, value in zip(self.groups, keys, values, strict=True)
+        ]
 
     def _shorten(self, context: Tensor, E: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
         """$E^T x$ for each group of heads, (b, k, d)."""
         finest = max(group.projected_length for group in self.groups)
-        nested = all(finest % group.projected_length == 0 for group in self.groups)
-        if isinstance(self.sequence_map, LinearMap) and nested:
+        if isinstance(self.sequence_map, LinearMap) and all(finest % g.projected_length == 0 for g in self.groups):
             # Averaging the finest projected tokens is cheaper than projecting the whole input again.
             projected = self.sequence_map(context, finest, E, lengths)
             return [self.sequence_map.coarsen(projected, group.projected_length) for group in self.groups]
@@ -148,8 +174,8 @@ class ProjectedAttention(nn.Module):
 
     def _linear_then_shorten(
         self, linear: nn.Linear, context: Tensor, E: Weights, lengths: Tensor | None
-    ) -> list[Tensor]:
-        """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head)."""
+    ) -> tuple[list[Tensor], Tensor]:
+        """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head), and $x W + b$ for all, (b, h, n, d_head)."""
         if is_plain(linear, context):
             tokens, bias = functional.linear(context, linear.weight), linear.bias
         else:
@@ -162,25 +188,42 @@ class ProjectedAttention(nn.Module):
             k = group.projected_length
             short = self.sequence_map(group.of(heads, dim=1), k, group.weights(E), lengths)
             results.append(short + group.of(bias, dim=0))
-        return results
+        return results, heads + bias
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor | None, attn_implementation: str
+        self, query: Tensor, projected: Projected, lengths: Tensor | None, attn_implementation: str
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' output (b, n, h, d_head) and, from the eager implementation, P̄."""
+        _, key, value, slots, near_key, near_value = projected
         mask = None
-        if slots is not None:
+        if slots is not None or self.local_window:
             if attn_implementation not in (*MASKING_IMPLEMENTATIONS, TRITON):
+                reason = "padding or an input shorter than n" if slots is not None else "a local window"
                 raise ValueError(
-                    f"attn_implementation={attn_implementation!r} cannot leave out projected keys, and padding or an "
-                    f"input shorter than n makes that necessary here; use one of {MASKING_IMPLEMENTATIONS}"
+                    f"attn_implementation={attn_implementation!r} cannot leave out keys, and {reason} makes that "
+                    f"necessary here; use one of {MASKING_IMPLEMENTATIONS}"
                 )
-            mask = slots[:, None, None, :]
-            if attn_implementation == "sdpa":
+            mask = None if slots is None else slots[:, None, None, :]
+            if attn_implementation == "sdpa" and mask is not None and not self.local_window:
                 value, mask = show_zeros(value, mask)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(full_name(attn_implementation), eager_attention)
-        dropout = self.dropout if self.training else 0.0
-        return interface(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, is_causal=False)
+        name = full_name(attn_implementation)
+        if self.local_window and name == TRITON:
+            name = "sdpa"
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+        options = {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0, "is_causal": False}
+        if near_key is None or near_value is None:
+            return interface(self, query, key, value, mask, **options)
+        return attend_locally(
+            lambda *inputs: interface(self, *inputs, **options),
+            query,
+            key,
+            value,
+            near_key,
+            near_value,
+            window=self.local_window,
+            mask=mask,
+            lengths=lengths,
+        )
 
     def _split_heads(self, tokens: Tensor) -> Tensor:
         return tokens.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, h, n, d_head)
@@ -199,8 +242,13 @@ class ProjectedAttention(nn.Module):
     def _merge_probs(self, probs: list[Any]) -> Tensor | None:
         if len(probs) == 1 or probs[0] is None:
             return probs[0]
-        widest = max(p.shape[-1] for p in probs)
-        return self._in_order([functional.pad(p, (0, widest - p.shape[-1])) for p in probs], dim=1)
+        near = 2 * self.local_window + 1 if self.local_window else 0
+        widest = max(p.shape[-1] for p in probs) - near
+        padded = []
+        for p in probs:
+            projected, exact = p.split([p.shape[-1] - near, near], -1)
+            padded.append(torch.cat([functional.pad(projected, (0, widest - projected.shape[-1])), exact], -1))
+        return self._in_order(padded, dim=1)
 
 
 class LinformerAttention(ProjectedAttention):
@@ -218,9 +266,11 @@ class LinformerAttention(ProjectedAttention):
         max_length: n, the longest sequence that keys and values may come from.
         projected_length: k, or one for each head.
         sharing: `"none"`, `"headwise"` or `"key-value"`; `"layerwise"` is `"key-value"` in a single layer.
-        projection: `"linear"`, `"mean"`, `"max"`, `"conv"` or `"identity"` (standard attention).
+        projection: `"linear"`, `"mean"`, `"max"`, `"conv"`, `"identity"` (standard attention) or `"none"` (no projected
+            keys, only the local window).
         projection_init: `"window"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
+        local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
             other that transformers knows.
@@ -237,6 +287,7 @@ class LinformerAttention(ProjectedAttention):
         projection: str = "linear",
         projection_init: str = "window",
         projection_scale: float | None = None,
+        local_window: int = 0,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
@@ -249,19 +300,28 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection", projection, PROJECTIONS)
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
+        check_window(plain(local_window), projection)
         check_choice(
             "attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
         )
         lengths = plain(projected_length)
         if not isinstance(lengths, list):
             lengths = [lengths] * num_heads
-        if projection == "identity":
-            lengths = [max_length] * num_heads
+        if projection in FIXED_LENGTHS:
+            lengths = [max_length if projection == "identity" else 0] * num_heads
         if len(lengths) != num_heads:
             raise ValueError(f"projected_length has {len(lengths)} entries, one per head, but num_heads={num_heads}")
-        check_projected_lengths([lengths], max_length, projection=projection, sharing=sharing, length_name="max_length")
+        if projection != "none":
+            check_projected_lengths(
+                [lengths], max_length, projection=projection, sharing=sharing, length_name="max_length"
+            )
         super().__init__(
-            hidden_size, num_heads, lengths, sequence_map(projection, max_length, projection_init), dropout
+            hidden_size,
+            num_heads,
+            lengths,
+            sequence_map(projection, max_length, projection_init),
+            dropout,
+            local_window=plain(local_window),
         )
         self.max_length = max_length
         self.attn_implementation = attn_implementation
@@ -297,6 +357,11 @@ class LinformerAttention(ProjectedAttention):
         """
         if is_causal:
             raise ValueError(f"is_causal=True is not possible: {NO_CAUSAL}")
+        if context is not None and self.local_window:
+            raise ValueError(
+                f"local_window={self.local_window} is for self-attention: positions of hidden_states and context have "
+                "nothing to do with each other"
+            )
         if context_mask is not None and context is None:
             raise ValueError("context_mask was given without context; the mask of hidden_states is attention_mask")
         source, source_name = (hidden_states, "hidden_states") if context is None else (context, "context")
@@ -318,6 +383,26 @@ class LinformerAttention(ProjectedAttention):
             "eager" if output_attentions else self.attn_implementation,
         )
         return (output, probs) if output_attentions else output
+
+
+class Projected(NamedTuple):
+    """What a group of heads attends to.
+
+    Attributes:
+        group: the heads.
+        key: the projected keys, (b, h, k, d_head).
+        value: the projected values, (b, h, k, d_head).
+        slots: which of them are filled, (b or 1, k); `None` if all are.
+        near_key: the exact keys, (b, h, n, d_head), where there is a local window.
+        near_value: the exact values, (b, h, n, d_head), likewise.
+    """
+
+    group: HeadGroup
+    key: Tensor
+    value: Tensor
+    slots: Tensor | None
+    near_key: Tensor | None
+    near_value: Tensor | None
 
 
 class HeadGroup(NamedTuple):

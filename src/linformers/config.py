@@ -13,12 +13,17 @@ from transformers.activations import ACT2FN
 
 from .checks import check_choice, check_positive, check_probability, check_size, is_number, nearest_name
 
-PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
+PROJECTIONS = ("linear", "mean", "max", "conv", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTION_INITS = ("window", "gaussian")
 
 # Projections whose windows have the fixed size n/k, which must therefore be whole.
 WINDOWED = ("mean", "max", "conv")
+
+# Projections whose number of keys is not for `projected_length` to say.
+FIXED_LENGTHS = ("identity", "none")
+
+MAX_WINDOW = 512
 
 NO_CAUSAL = (
     "a projected key mixes all positions, so masking the future after E and F would still leak it; "
@@ -77,7 +82,10 @@ class LinformerConfig(PreTrainedConfig):
         sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
             `"headwise"`: one E and one F a layer; `"key-value"`: one E = F a layer; `"layerwise"`: one E for all.
         projection: `"linear"` (learned matrices), `"mean"` or `"max"` pooling, `"conv"` (learned depthwise kernels),
-            or `"identity"`: no projection, the standard Transformer with everything else equal.
+            `"identity"`: no projection, the standard Transformer with everything else equal, or `"none"`: no projected
+            keys at all, only those in the local window.
+        local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
+            or one per layer; 0 is the paper's model.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"gaussian"` as
             $N(0, 1/n)$.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
@@ -120,10 +128,11 @@ class LinformerConfig(PreTrainedConfig):
     projection: str = "linear"
     projection_init: str = "window"
     projection_scale: float | None = None
+    local_window: int | list[int] = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
-        for name in (*SIZES, "projected_length"):
+        for name in (*SIZES, "projected_length", "local_window"):
             setattr(self, name, plain(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
@@ -135,11 +144,17 @@ class LinformerConfig(PreTrainedConfig):
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
         """The k of each head of each layer, in whichever form `projected_length` is; n under `identity`."""
         layers, heads, lengths = self.num_hidden_layers, self.num_attention_heads, self.projected_length
-        if self.projection == "identity":
-            lengths = self.max_position_embeddings
+        if self.projection in FIXED_LENGTHS:
+            lengths = self.max_position_embeddings if self.projection == "identity" else 0
         if isinstance(lengths, int):
             lengths = [lengths] * layers
         return tuple((k,) * heads if isinstance(k, int) else tuple(k) for k in lengths)
+
+    @property
+    def local_windows(self) -> tuple[int, ...]:
+        """The w of each layer."""
+        windows = self.local_window
+        return (windows,) * self.num_hidden_layers if isinstance(windows, int) else tuple(windows)
 
     @property
     def largest_projected_length(self) -> int:
@@ -185,7 +200,14 @@ class LinformerConfig(PreTrainedConfig):
         check_choice("sharing", self.sharing, SHARINGS)
         check_choice("projection_init", self.projection_init, PROJECTION_INITS)
         check_scale(self.projection_scale)
-        if self.projection != "identity":
+        if isinstance(self.local_window, list) and len(self.local_window) != self.num_hidden_layers:
+            raise ValueError(
+                f"local_window has {len(self.local_window)} entries, one per layer, "
+                f"but num_hidden_layers={self.num_hidden_layers}"
+            )
+        for window in self.local_windows if isinstance(self.local_window, int | list) else [self.local_window]:
+            check_window(window, self.projection)
+        if self.projection not in FIXED_LENGTHS:
             self._check_projected_length_shape()
             check_projected_lengths(
                 self.projected_lengths,
@@ -238,6 +260,15 @@ def default_scale(k: int, n: int) -> float:
 def check_scale(scale: Any) -> None:
     if scale is not None:
         check_positive("projection_scale", scale, otherwise=", or None for 0.12·k/n")
+
+
+def check_window(window: Any, projection: str) -> None:
+    if not is_number(window, int) or not 0 <= window <= MAX_WINDOW:
+        raise ValueError(f"local_window={window!r} must be an integer from 0 to {MAX_WINDOW}")
+    if window and projection == "identity":
+        raise ValueError(f"local_window={window} adds nothing to projection='identity', which sees all exact keys")
+    if not window and projection == "none":
+        raise ValueError("projection='none' leaves no key to attend to; local_window must be at least 1")
 
 
 def check_heads(hidden_size: int, num_heads: int, name: str) -> None:

@@ -125,7 +125,8 @@ def measure_lengths(console: Console) -> list[Cell]:
         def show(name: str) -> None:
             bars.update(task, advance=1, description=name)
 
-        options: dict[str, Any] = {"tokens": TOKENS, "device": best_device(), "roberta": False, "on_model": show}
+        options: dict[str, Any] = {"tokens": TOKENS, "device": best_device(), "on_model": show}
+        options["models"] = ("unfused", "twin", "linformer")
         return [cell for measured in compare(LENGTHS, [PROJECTED], **options, **SIZE) for cell in measured]
 
 

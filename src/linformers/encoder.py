@@ -145,6 +145,7 @@ class LinformerLayer(GradientCheckpointingLayer):
             build_map(config),
             config.attention_probs_dropout_prob,
             layer_idx,
+            config.local_windows[layer_idx],
         )
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)

@@ -178,6 +178,18 @@ class IdentityMap(SequenceMap):
         return None if ranks is None else ranks.mask
 
 
+class NoMap(SequenceMap):
+    """No projected tokens at all."""
+
+    commutes = True
+
+    def __call__(self, tokens: Tensor, k: int, weights: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        return tokens[..., :0, :]
+
+    def slot_mask(self, tokens: Tensor, k: int, ranks: Ranks | None = None) -> Tensor | None:
+        return None
+
+
 def sequence_map(projection: str, max_length: int, init: str) -> SequenceMap:
     """The map that `LinformerConfig.projection` names."""
     match projection:
@@ -189,6 +201,8 @@ def sequence_map(projection: str, max_length: int, init: str) -> SequenceMap:
             return MeanMap(max_length)
         case "max":
             return MaxMap(max_length)
+        case "none":
+            return NoMap(max_length)
     return IdentityMap(max_length)
 
 

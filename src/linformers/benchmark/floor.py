@@ -41,10 +41,11 @@ def floor_seconds(config: LinformerConfig, batch: int, n: int, *, training: bool
     passes = 3 + (4 if training else 0)  # of a LayerNorm: x, residual, result; their gradients, and x again
     traffic = passes * tokens * d * width * (2 * config.num_hidden_layers + 1)
     seconds = total + traffic / bandwidth(device)
-    for lengths in config.projected_lengths:
+    for lengths, window in zip(config.projected_lengths, config.local_windows, strict=True):
         keys = n if config.projection == "identity" else sum(lengths) / len(lengths)
-        flops = 4 * tokens * keys * d * (3.5 if training else 1)
-        moved = (2 * tokens + 2 * batch * keys) * d * width * (2.5 if training else 1)
+        near = 2 * window + 1 if window else 0
+        flops = 4 * tokens * (keys + near) * d * (3.5 if training else 1)
+        moved = (2 * tokens + 2 * batch * keys + (2 * tokens if window else 0)) * d * width * (2.5 if training else 1)
         seconds += max(flops / best_rate, moved / bandwidth(device))
     return seconds
 
@@ -53,16 +54,17 @@ def products(config: LinformerConfig, batch: int, n: int) -> Iterator[Product]:
     """The products of a forward pass, those within attention aside."""
     tokens, d, f = batch * n, config.hidden_size, config.intermediate_size
     shared = config.sharing in ("key-value", "layerwise")
-    for lengths in config.projected_lengths:
+    for lengths, window in zip(config.projected_lengths, config.local_windows, strict=True):
         yield Product(1, tokens, d, d)  # queries
         yield Product(1, tokens, d, d)  # output
         yield Product(1, tokens, d, f)
         yield Product(1, tokens, f, d)
         k = max(lengths)
-        projects_first = config.projection in ("linear", "mean") and config.sharing != "none"
-        rows = batch * k if projects_first else tokens
-        yield Product(1, rows, d, d)  # keys
-        yield Product(1, rows, d, d)  # values
+        projects_first = config.projection == "mean" or (config.projection == "linear" and config.sharing != "none")
+        if projects_first and k:
+            yield from [Product(1, batch * k, d, d)] * 2  # projected keys and values
+        if window or not projects_first:
+            yield from [Product(1, tokens, d, d)] * 2  # exact ones
         if config.projection == "linear":
             sides = 1 if shared else 2
             yield from [Product(batch, k, n, d)] * sides

@@ -44,3 +44,42 @@ def attend(
             probs = probs.masked_fill(~mask, 0.0)
         probs = functional.dropout(probs, dropout)
         return (probs @ value).to(dtype), probs.to(dtype)
+
+
+def attend_locally(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    near_key: Tensor,
+    near_value: Tensor,
+    *,
+    window: int,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    scaling: float,
+) -> Tensor:
+    r"""One softmax over the k projected keys and the exact keys at most `window` positions away.
+
+    Args:
+        query: (b, h, n, d_head), sorted by rank.
+        key: the projected keys, (b, h, k, d_head).
+        value: the projected values, (b, h, k, d_head).
+        near_key: the exact keys, (b, h, n, d_head).
+        near_value: the exact values, (b, h, n, d_head).
+        window: w.
+        mask: true where a projected key may be seen, (b or 1, 1, 1, k).
+        lengths: the number of real tokens in each row, (b,).
+        scaling: usually $d_{head}^{-1/2}$.
+
+    Returns:
+        The result (b, h, n, d_head). Scores are (n, k + n) here; `local.attend_locally` has linear cost.
+    """
+    (b, _, n, _), k = query.shape, key.shape[2]
+    places = torch.arange(n, device=query.device)
+    near = (places[:, None] - places).abs() <= window  # (n, n)
+    if lengths is not None:
+        near = near & (places < lengths[:, None, None, None])
+    slots = torch.ones(1, 1, 1, k, dtype=torch.bool, device=query.device) if mask is None else mask
+    seen = torch.cat([slots.expand(b, 1, n, k), near.expand(b, 1, n, n)], -1)
+    keys, values = torch.cat([key, near_key], 2), torch.cat([value, near_value], 2)
+    return attend(query, keys, values, seen, scaling=scaling)[0]
