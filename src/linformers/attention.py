@@ -206,24 +206,21 @@ class ProjectedAttention(nn.Module):
             mask = None if slots is None else slots[:, None, None, :]
             if attn_implementation == "sdpa" and mask is not None and not self.local_window:
                 value, mask = show_zeros(value, mask)
-        name = full_name(attn_implementation)
-        if self.local_window and name == TRITON:
-            name = "sdpa"
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-        options = {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0, "is_causal": False}
+        name, dropout = full_name(attn_implementation), self.dropout if self.training else 0.0
+
+        def attend_all(*inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+            return interface(self, *inputs, scaling=self.scaling, dropout=dropout, is_causal=False)
+
         if near_key is None or near_value is None:
-            return interface(self, query, key, value, mask, **options)
-        return attend_locally(
-            lambda *inputs: interface(self, *inputs, **options),
-            query,
-            key,
-            value,
-            near_key,
-            near_value,
-            window=self.local_window,
-            mask=mask,
-            lengths=lengths,
-        )
+            return attend_all(query, key, value, mask)
+        inputs = (query, key, value, near_key, near_value)
+        options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths}
+        if name == TRITON:
+            if use_triton(query, key, mask, local=True):
+                return attend(*inputs, **options, scaling=self.scaling, dropout=dropout), None
+            name = "sdpa"
+        return attend_locally(attend_all, *inputs, **options)
 
     def _split_heads(self, tokens: Tensor) -> Tensor:
         return tokens.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, h, n, d_head)
@@ -465,7 +462,7 @@ def triton_attention(
 ) -> tuple[Tensor, None]:
     """`ops.attend.attend` behind transformers' attention interface, and SDPA where that serves better."""
     if use_triton(query, key, attention_mask):
-        return attend(query, key, value, attention_mask, scaling=scaling, dropout=dropout), None
+        return attend(query, key, value, mask=attention_mask, scaling=scaling, dropout=dropout), None
     if attention_mask is not None:
         value, attention_mask = show_zeros(value, attention_mask)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](

@@ -20,13 +20,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _said: set[str] = set()
 
 
-def use_triton(query: Tensor, key: Tensor, mask: Tensor | None = None) -> bool:
+def use_triton(query: Tensor, key: Tensor, mask: Tensor | None = None, *, local: bool = False) -> bool:
     """Whether to attend by `attend.attend`; what keeps a GPU from it is logged once.
 
     Kernels that hold all keys of a head are faster than any backend of SDPA, or as fast; those that walk over them are
     slower. That was measured in bfloat16, with heads of 64 channels, for k from 64 to 2048 and n from 512 to 65,536.
+    SDPA cannot look at a local window without copies of the keys, so there the kernels always serve.
     """
-    if query.device.type not in DEVICES or is_exporting() or not holds_all(key):
+    if query.device.type not in DEVICES or is_exporting() or not (local or holds_all(key)):
         return False
     obstacle = what_hinders(query, key, mask)
     if obstacle is not None:

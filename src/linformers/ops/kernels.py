@@ -3,8 +3,8 @@
 Each program serves one head of one row of the batch. With few keys it holds all of them and walks over its share of the
 queries: a whole row of P̄ fits into registers, so that the backward pass is a single one and needs nothing that the
 forward pass would have to save. With some more it still holds all of them, but looks at one half after the other; for
-that the backward pass needs the result and the log-sum-exp of each row. With many keys a program holds one block of
-queries and walks over the keys, or the other way round.
+that the backward pass needs the result and the log-sum-exp of each row. With many keys, or with exact keys nearby, a
+program holds one block of queries and walks over the keys, or the other way round.
 
 Scores are kept in base 2: `scale` is scaling · log₂ e.
 """
@@ -26,6 +26,14 @@ def _load(base, start, stride_n, stride_d, n, rows, columns, D: tl.constexpr, EV
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(start + rows < n)[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_near(base, start, stride_n, stride_d, n, rows, columns, D: tl.constexpr):
+    """As `_load`, where the first rows may lie before the matrix."""
+    places = start + rows
+    pointers = base + tl.cast(start, tl.int64) * stride_n + rows[:, None] * stride_n + columns[None, :] * stride_d
+    return tl.load(pointers, mask=((places >= 0) & (places < n))[:, None] & (columns < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -57,6 +65,17 @@ def _hidden(MASK, batch, head, stride_b, stride_h, stride_k, slots, k, HAS_MASK:
 
 
 @triton.jit
+def _hidden_far(queries, places, length, window):
+    """What to add to the scores of queries and exact keys at these places: -inf where they are more than w apart.
+
+    Both come with an axis for the other; a key that does not exist is hidden from all.
+    """
+    distance = queries - places
+    visible = (distance <= window) & (-distance <= window) & (places >= 0) & (places < length)
+    return tl.where(visible, 0.0, float("-inf"))
+
+
+@triton.jit
 def _exponentials(products, scale, HAS_MASK: tl.constexpr):
     """2 to the power of each row's scores less the highest; their sum, 1 where nothing is seen; the highest score."""
     top = tl.max(products, 1) * scale
@@ -80,6 +99,13 @@ def _keys_of_queries(seed, number, rows):
 def _keys_of_slots(seed, slots):
     """A random number for each slot, from other counters than those of the queries."""
     key, _, _, _ = tl.philox(seed, slots.to(tl.uint32), 0, 1, 0)
+    return key
+
+
+@triton.jit
+def _keys_of_places(seed, places):
+    """A random number for each exact key."""
+    key, _, _, _ = tl.philox(seed, places.to(tl.uint32), 0, 2, 0)
     return key
 
 
@@ -195,16 +221,15 @@ def backward_few(
 @triton.jit
 def _of_keys(
     queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys, key_gradient, value_gradient,
-    scale, threshold, rescale,
-    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    scale, threshold, rescale, HIDES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a tile adds to the gradients of its keys and values; the gradient of its scores, (k, n).
 
     Keys stand in the rows, so that P̄ᵀ and its gradient go from one product into the next without leaving registers.
     """
     scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
-    if HAS_MASK or not EVEN_K:
-        scores += hidden[:, None]
+    if HIDES:
+        scores += hidden  # (k, n) or (k, 1)
     probs = tl.exp2(scores - lse[None, :])
     gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)  # of P̄
     dropped = probs
@@ -261,13 +286,14 @@ def backward_some(
         delta = tl.sum(out.to(tl.float32) * out_gradient.to(tl.float32), 1)
         query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
         key_gradient, value_gradient, gradient = _of_keys(
-            queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys,
-            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK, DROPOUT, EVEN_K, PRECISION,
+            queries, out_gradient, lse, delta, query_keys, keys, values, hidden[:, None], slot_keys,
+            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
         )  # fmt: skip
         query_gradient = tl.dot(gradient.T, keys, input_precision=PRECISION)
         more_key_gradient, more_value_gradient, gradient = _of_keys(
-            queries, out_gradient, lse, delta, query_keys, more_keys, more_values, more_hidden, more_slot_keys,
-            more_key_gradient, more_value_gradient, scale, threshold, rescale, HAS_MASK, DROPOUT, EVEN_K, PRECISION,
+            queries, out_gradient, lse, delta, query_keys, more_keys, more_values, more_hidden[:, None], more_slot_keys,
+            more_key_gradient, more_value_gradient, scale, threshold, rescale,
+            HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
         )  # fmt: skip
         query_gradient = tl.dot(gradient.T, more_keys, query_gradient, input_precision=PRECISION)
         _store(DQ, start, heads * D, n, rows, columns, query_gradient * scaling, D)
@@ -279,15 +305,39 @@ def backward_some(
 
 
 @triton.jit
+def _take_in(
+    queries, keys, values, hidden, query_keys, slot_keys, top, total, out, scale, threshold,
+    HIDES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let queries look at one more tile of keys: their highest score, the sum of their exponentials, their result."""
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+    if HIDES:
+        scores += hidden  # (n, k) or (1, k)
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    probs = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(top - shift)
+    total = total * shrink + tl.sum(probs, 1)
+    if DROPOUT:
+        probs = tl.where(_kept(query_keys[:, None], slot_keys[None, :], threshold), probs, 0.0)
+    out = tl.dot(probs.to(values.dtype), values, out * shrink[:, None], input_precision=PRECISION)
+    return higher, total, out
+
+
+@triton.jit
 def forward_many(
-    Q, K, V, MASK, SEED, OUT, LSE,
-    heads, n, k, scale, threshold, rescale,
+    Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, OUT, LSE,
+    heads, n, k, window, scale, threshold, rescale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """OUT = P̄ V and the log-sum-exp (in base 2) for one block of queries of one head, in a walk over its keys."""
+    """OUT = P̄ V and the log-sum-exp (in base 2) for one block of queries of one head, in a walk over its keys.
+
+    With a local window, the walk goes on over the exact keys around the block.
+    """
     blocks = tl.cdiv(n, BLOCK_N)
     pid = tl.program_id(0)
     batch, head, number = _head(pid // blocks, heads)
@@ -296,28 +346,34 @@ def forward_many(
     queries = _load(Q + batch * q_b + head * q_h, start, q_n, q_d, n, rows, columns, D, EVEN)
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
-    if DROPOUT:
-        seed = tl.load(SEED)
-        query_keys = _keys_of_queries(seed, number, start + rows)
+    seed = tl.load(SEED) if DROPOUT else 0
+    query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     out = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         keys = _load(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
         values = _load(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
-        if HAS_MASK or not EVEN_K:
-            scores += _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)[None, :]
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        probs = tl.exp2(scores - shift[:, None])
-        shrink = tl.exp2(top - shift)
-        total = total * shrink + tl.sum(probs, 1)
-        if DROPOUT:
-            kept = _kept(query_keys[:, None], _keys_of_slots(seed, slot + slots)[None, :], threshold)
-            probs = tl.where(kept, probs, 0.0)
-        out = tl.dot(probs.to(values.dtype), values, out * shrink[:, None], input_precision=PRECISION)
-        top = higher
+        hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+        slot_keys = _keys_of_slots(seed, slot + slots) if DROPOUT else 0
+        top, total, out = _take_in(
+            queries, keys, values, hidden[None, :], query_keys, slot_keys, top, total, out, scale, threshold,
+            HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
+        )  # fmt: skip
+    if NEAR_K is not None:
+        NEAR_K += batch * nk_b + head * nk_h
+        NEAR_V += batch * nv_b + head * nv_h
+        length = n if LENGTHS is None else tl.load(LENGTHS + batch).to(tl.int32)
+        steps = tl.arange(0, BLOCK_W)
+        for place in tl.range(start - window, start + BLOCK_N + window, BLOCK_W, num_stages=STAGES):
+            keys = _load_near(NEAR_K, place, nk_n, nk_d, n, steps, columns, D)
+            values = _load_near(NEAR_V, place, nv_n, nv_d, n, steps, columns, D)
+            hidden = _hidden_far((start + rows)[:, None], (place + steps)[None, :], length, window)
+            place_keys = _keys_of_places(seed, place + steps) if DROPOUT else 0
+            top, total, out = _take_in(
+                queries, keys, values, hidden, query_keys, place_keys, top, total, out, scale, threshold,
+                True, DROPOUT, PRECISION,
+            )  # fmt: skip
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     out = out * (rescale / total)[:, None]
@@ -327,11 +383,29 @@ def forward_many(
 
 
 @triton.jit
+def _of_queries(
+    queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys, query_gradient,
+    scale, threshold, rescale, HIDES: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a tile of keys adds to the gradient of queries."""
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+    if HIDES:
+        scores += hidden  # (n, k) or (1, k)
+    probs = tl.exp2(scores - lse[:, None])
+    gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)  # of P̄
+    if DROPOUT:
+        gradient = tl.where(_kept(query_keys[:, None], slot_keys[None, :], threshold), gradient * rescale, 0.0)
+    gradient = (probs * (gradient - delta[:, None])).to(keys.dtype)  # of the scores
+    return tl.dot(gradient, keys, query_gradient, input_precision=PRECISION)
+
+
+@triton.jit
 def backward_many_queries(
-    Q, K, V, MASK, SEED, OUT, LSE, DOUT, DQ, DELTA,
-    heads, n, k, scale, scaling, threshold, rescale,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, OUT, LSE, DOUT, DQ, DELTA,
+    heads, n, k, window, scale, scaling, threshold, rescale,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
+    nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d, o_b, o_h, o_n, o_d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -350,24 +424,74 @@ def backward_many_queries(
     lse = _load_row(LSE, number, start, n, rows)
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
-    if DROPOUT:
-        seed = tl.load(SEED)
-        query_keys = _keys_of_queries(seed, number, start + rows)
+    seed = tl.load(SEED) if DROPOUT else 0
+    query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
     query_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         keys = _load(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
         values = _load(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
-        if HAS_MASK or not EVEN_K:
-            scores += _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)[None, :]
-        probs = tl.exp2(scores - lse[:, None])
-        gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)
-        if DROPOUT:
-            kept = _kept(query_keys[:, None], _keys_of_slots(seed, slot + slots)[None, :], threshold)
-            gradient = tl.where(kept, gradient * rescale, 0.0)
-        gradient = (probs * (gradient - delta[:, None])).to(keys.dtype)
-        query_gradient = tl.dot(gradient, keys, query_gradient, input_precision=PRECISION)
+        hidden = _hidden(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+        slot_keys = _keys_of_slots(seed, slot + slots) if DROPOUT else 0
+        query_gradient = _of_queries(
+            queries, out_gradient, lse, delta, query_keys, keys, values, hidden[None, :], slot_keys, query_gradient,
+            scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
+        )  # fmt: skip
+    if NEAR_K is not None:
+        NEAR_K += batch * nk_b + head * nk_h
+        NEAR_V += batch * nv_b + head * nv_h
+        length = n if LENGTHS is None else tl.load(LENGTHS + batch).to(tl.int32)
+        steps = tl.arange(0, BLOCK_W)
+        for place in tl.range(start - window, start + BLOCK_N + window, BLOCK_W, num_stages=STAGES):
+            keys = _load_near(NEAR_K, place, nk_n, nk_d, n, steps, columns, D)
+            values = _load_near(NEAR_V, place, nv_n, nv_d, n, steps, columns, D)
+            hidden = _hidden_far((start + rows)[:, None], (place + steps)[None, :], length, window)
+            place_keys = _keys_of_places(seed, place + steps) if DROPOUT else 0
+            query_gradient = _of_queries(
+                queries, out_gradient, lse, delta, query_keys, keys, values, hidden, place_keys, query_gradient,
+                scale, threshold, rescale, True, DROPOUT, PRECISION,
+            )  # fmt: skip
     _store(DQ + own, start, heads * D, n, rows, columns, query_gradient * scaling, D)
+
+
+@triton.jit
+def backward_near(
+    Q, NEAR_K, NEAR_V, LENGTHS, SEED, LSE, DELTA, DOUT, DNEAR,
+    heads, n, window, scale, scaling, threshold, rescale, near_part,
+    q_b, q_h, q_n, q_d, nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d, o_b, o_h, o_n, o_d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one block of exact keys and values from the queries around it."""
+    blocks = tl.cdiv(n, BLOCK_W)
+    pid = tl.program_id(0)
+    batch, head, number = _head(pid // blocks, heads)
+    place = pid % blocks * BLOCK_W
+    rows, steps, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
+    keys = _load_near(NEAR_K + batch * nk_b + head * nk_h, place, nk_n, nk_d, n, steps, columns, D)
+    values = _load_near(NEAR_V + batch * nv_b + head * nv_h, place, nv_n, nv_d, n, steps, columns, D)
+    length = n if LENGTHS is None else tl.load(LENGTHS + batch).to(tl.int32)
+    seed = tl.load(SEED) if DROPOUT else 0
+    place_keys = _keys_of_places(seed, place + steps) if DROPOUT else 0
+    Q += batch * q_b + head * q_h
+    DOUT += batch * o_b + head * o_h
+    key_gradient = tl.zeros((BLOCK_W, BLOCK_D), tl.float32)
+    value_gradient = tl.zeros((BLOCK_W, BLOCK_D), tl.float32)
+    for start in tl.range(place - window, place + BLOCK_W + window, BLOCK_N, num_stages=STAGES):
+        queries = _load_near(Q, start, q_n, q_d, n, rows, columns, D)
+        out_gradient = _load_near(DOUT, start, o_n, o_d, n, rows, columns, D)
+        there = (start + rows >= 0) & (start + rows < n)
+        own = number.to(tl.int64) * n + start + rows
+        lse = tl.load(LSE + own, mask=there, other=0.0)
+        delta = tl.load(DELTA + own, mask=there, other=0.0)
+        hidden = _hidden_far((start + rows)[None, :], (place + steps)[:, None], length, window)
+        query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
+        key_gradient, value_gradient, _ = _of_keys(
+            queries, out_gradient, lse, delta, query_keys, keys, values, hidden, place_keys,
+            key_gradient, value_gradient, scale, threshold, rescale, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+    DNEAR += (batch * n * heads + head) * D
+    _store(DNEAR, place, heads * D, n, steps, columns, key_gradient * scaling, D)
+    _store(DNEAR + near_part, place, heads * D, n, steps, columns, value_gradient, D)
 
 
 @triton.jit
@@ -403,8 +527,8 @@ def backward_many_keys(
         delta = _load_row(DELTA, number, start, n, rows)
         query_keys = _keys_of_queries(seed, number, start + rows) if DROPOUT else 0
         key_gradient, value_gradient, _ = _of_keys(
-            queries, out_gradient, lse, delta, query_keys, keys, values, hidden, slot_keys,
-            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK, DROPOUT, EVEN_K, PRECISION,
+            queries, out_gradient, lse, delta, query_keys, keys, values, hidden[:, None], slot_keys,
+            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
         )  # fmt: skip
     PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
     _store(PARTS, slot, heads * D, k, slots, columns, key_gradient * scaling, D)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # The letters that name strides in the kernels, by tensor, and its axes.
 STRIDES = {"Q": "q_b q_h q_n q_d", "K": "k_b k_h k_n k_d", "V": "v_b v_h v_n v_d", "MASK": "m_b m_h m_k"}
-STRIDES["DOUT"] = "o_b o_n o_h o_d"
+STRIDES |= {"NEAR_K": "nk_b nk_h nk_n nk_d", "NEAR_V": "nv_b nv_h nv_n nv_d", "DOUT": "o_b o_n o_h o_d"}
 
 
 class Shapes(NamedTuple):
@@ -25,18 +25,19 @@ class Shapes(NamedTuple):
     strides: tuple[tuple[int, ...] | None, ...]
     dtype: torch.dtype
     device: torch.device
+    window: int
     scaling: float
     dropout: float
     exact: bool
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor | None], scaling: float, dropout: float) -> Shapes:
+    def of(cls, tensors: Mapping[str, Tensor | None], window: int, scaling: float, dropout: float) -> Shapes:
         query, key = tensors["Q"], tensors["K"]
         assert query is not None
         assert key is not None
         strides = tuple(None if (x := tensors.get(name)) is None else x.stride() for name in STRIDES)
         exact = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-        return cls(query.shape, key.shape[2], strides, query.dtype, query.device, scaling, dropout, exact)
+        return cls(query.shape, key.shape[2], strides, query.dtype, query.device, window, scaling, dropout, exact)
 
 
 class Plan:
@@ -51,9 +52,12 @@ class Plan:
 
         self.name, self.kernel, self.device = name, getattr(kernels, name), shapes.device
         (b, h, n, d), k = shapes.query, shapes.keys
-        channels, held = padded(d), not name.startswith(("forward_many", "backward_many"))
-        tile_of = forward_tile if name.startswith("forward") else backward_tile
-        tile = tile_of(padded(k) if held else None, channels, shapes.dtype.itemsize)
+        channels, held = padded(d), name in ("forward_few", "backward_few", "backward_some")
+        if shapes.window:
+            tile = near_tile(name, shapes.dtype.itemsize)
+        else:
+            tile_of = forward_tile if name.startswith("forward") else backward_tile
+            tile = tile_of(padded(k) if held else None, channels, shapes.dtype.itemsize)
         self.warps = tile.warps
 
         tiles, self.splits = ceil_div(n, tile.queries), 1
@@ -64,22 +68,25 @@ class Plan:
             self.splits = best_splits(tiles, self.programs, slots, cost)
             self.programs *= self.splits
         else:
-            self.programs = b * h * tiles
+            self.programs = b * h * (ceil_div(n, tile.near) if name == "backward_near" else tiles)
 
         arguments: dict[str, Any] = {
             "heads": h,
             "splits": self.splits,
             "n": n,
             "k": k,
+            "window": shapes.window,
             "scale": shapes.scaling / math.log(2),
             "scaling": shapes.scaling,
             "threshold": min(round(shapes.dropout * 2**31), 2**31 - 1),
             "rescale": 1 / (1 - shapes.dropout) if shapes.dropout < 1 else 0.0,
             "part": 2 * b * h * k * d,
             "value_part": b * h * k * d,
+            "near_part": b * h * n * d,
             "D": d,
             "BLOCK_N": tile.queries,
             "BLOCK_K": tile.keys,
+            "BLOCK_W": tile.near,
             "BLOCK_D": channels,
             "HAS_MASK": shapes.strides[list(STRIDES).index("MASK")] is not None,
             "DROPOUT": shapes.dropout > 0,
@@ -121,6 +128,7 @@ class Tile(NamedTuple):
         warps: by so many warps.
         stages: while the next tiles are loaded.
         programs: so many programs share a processor.
+        near: and so many exact keys, in a local window.
     """
 
     queries: int
@@ -128,6 +136,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     programs: int = 1
+    near: int = 0
 
 
 def forward_tile(keys: int | None, channels: int, element_size: int) -> Tile:
@@ -137,6 +146,15 @@ def forward_tile(keys: int | None, channels: int, element_size: int) -> Tile:
     if keys is None:
         return Tile(128 if channels <= 64 else 64, 128, 8, 2)
     return Tile(64, keys, 4, 3, programs=3 if keys * channels <= 128 * 64 else 2)
+
+
+def near_tile(name: str, element_size: int) -> Tile:
+    """The tile of kernels that look at a local window."""
+    if element_size > 2:
+        return Tile(32, 32, 8, 1, near=32)
+    if name == "backward_many_keys":
+        return Tile(64, 128, 8, 2)
+    return Tile(64, 64, 4, 2, near=64)
 
 
 def backward_tile(keys: int | None, channels: int, element_size: int) -> Tile:
