@@ -5,7 +5,7 @@ import torch
 from linformers import LinformerConfig, LinformerForMaskedLM
 
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
-PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
+PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity")
 
 # All sharing × projection modes, E from a Gaussian, projected lengths that differ by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from linformers.attention import ProjectedAttention
-from linformers.projections import ConvMap, IdentityMap, LinearMap, MaxMap, MeanMap, NoMap, SequenceMap, Weights
+from linformers.projections import (
+    ConvMap,
+    DynamicMap,
+    IdentityMap,
+    LinearMap,
+    MaxMap,
+    MeanMap,
+    NoMap,
+    SequenceMap,
+    Weights,
+)
 
 
 def owners(n: int, k: int) -> list[int]:
@@ -31,8 +41,11 @@ def _one_sequence(layer: ProjectedAttention, E: Weights, F: Weights, x: Tensor) 
         rows = slice(i * dh, (i + 1) * dh)
 
         def project(linear, weights, i=i, rows=rows):
-            own = weights if weights is None or getattr(weights, "ndim", 0) == 2 else weights[i]
-            return _project(layer.sequence_map, own, x @ linear.weight[rows].T, lengths[i]) + linear.bias[rows]
+            shared = weights is None or getattr(weights, "ndim", 0) == 2
+            own, tokens = weights if shared else weights[i], x @ linear.weight[rows].T
+            if isinstance(layer.sequence_map, DynamicMap):
+                own = ((x if shared else tokens) @ own).softmax(0)
+            return _project(layer.sequence_map, own, tokens, lengths[i]) + linear.bias[rows]
 
         query = x @ layer.query.weight[rows].T + layer.query.bias[rows]
         keys, values = project(layer.key, E), project(layer.value, F)
@@ -58,7 +71,9 @@ def _project(kind: SequenceMap, weights: Tensor | None, tokens: Tensor, k: int) 
     if isinstance(kind, LinearMap):
         ratio = weights.shape[1] // k
         columns = torch.stack([weights[:, ratio * j : ratio * (j + 1)].mean(1) for j in range(k)], 1)
-        if kind.init == "gaussian":
+        if isinstance(kind, DynamicMap):
+            filled = list(range(k))
+        elif kind.init == "gaussian":
             filled, columns = list(range(k)), columns * ratio**0.5
         return torch.stack([sum(columns[r, j] * tokens[r] for r in range(length)) for j in filled])
     members = [[r for r in range(length) if owner[r] == j] for j in filled]

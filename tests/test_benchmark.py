@@ -117,14 +117,15 @@ def test_products_are_those_of_the_model():
 
     from linformers import LinformerModel
 
-    for choice in ({"projection": "identity"}, {"sharing": "layerwise"}, {"sharing": "headwise"}, {"sharing": "none"}):
+    choices = [{"sharing": sharing} for sharing in ("layerwise", "headwise", "none")]
+    for choice in (*choices, {"projection": "identity"}, {"projection": "mean"}, {"projection": "dynamic"}):
         config = LinformerConfig(**SMALL, max_position_embeddings=32, projected_length=8, **choice)
         config._attn_implementation = "eager"
         with torch.device("meta"):
             model, ids = LinformerModel(config), torch.ones(3, 32, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             model(ids)
-        keys = 32 if choice.get("projection") else 8
+        keys = 32 if choice.get("projection") == "identity" else 8
         attention = 2 * 4 * 3 * 32 * keys * 64
         assert sum(p.flops for p in floor.products(config, 3, 32)) + attention == counter.get_total_flops()
 

@@ -186,7 +186,7 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
     assert len(attentions) == LAYERS
     windows = model.config.local_windows
     for lengths, window, probs in zip(model.config.projected_lengths, windows, attentions, strict=True):
-        identity, linear = mode["projection"] == "identity", mode["projection"] == "linear"
+        identity, linear = mode["projection"] == "identity", mode["projection"] in ("linear", "dynamic")
         slots = 8 if identity else max(k if linear else -(-8 * k // MAX_LENGTH) for k in lengths)
         assert probs.shape == (3, 4, 8, slots + (2 * window + 1 if window else 0))
         at_real = probs.transpose(1, 2)[mask.bool()]
@@ -202,7 +202,7 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
                 continue
             if identity:
                 filled = mask[0].nonzero().squeeze(1)
-            elif mode.get("projection_init") == "gaussian":
+            elif mode.get("projection_init") == "gaussian" or mode["projection"] == "dynamic":
                 filled = torch.arange(k)
             else:
                 filled = torch.arange((4 - 1) * k // MAX_LENGTH + 1)  # four real tokens in the first row

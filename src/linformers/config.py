@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from .checks import check_choice, check_positive, check_probability, check_size, is_number, nearest_name
 
-PROJECTIONS = ("linear", "mean", "max", "conv", "identity", "none")
+PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTION_INITS = ("window", "gaussian")
 
@@ -82,6 +82,7 @@ class LinformerConfig(PreTrainedConfig):
         sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
             `"headwise"`: one E and one F a layer; `"key-value"`: one E = F a layer; `"layerwise"`: one E for all.
         projection: `"linear"` (learned matrices), `"mean"` or `"max"` pooling, `"conv"` (learned depthwise kernels),
+            `"dynamic"` (means whose weights are computed from the tokens, so that nothing learned depends on n),
             `"identity"`: no projection, the standard Transformer with everything else equal, or `"none"`: no projected
             keys at all, only those in the local window.
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
@@ -289,7 +290,7 @@ def check_projected_lengths(
                 f"projected_length={k} does not divide {length_name}={max_length}, as the windows of "
                 f"projection={projection!r} need; projection='linear' takes any k"
             )
-    if sharing == "none" or projection not in ("linear", "conv"):
+    if sharing == "none" or projection not in ("linear", "conv", "dynamic"):
         return
     sharers = [[k for layer in lengths for k in layer]] if sharing == "layerwise" else lengths
     for group in sharers:

@@ -31,7 +31,15 @@ from .loading import (
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
-from .projections import ConvProjection, LinearProjection, Projections, SequenceMap, Weights, sequence_map
+from .projections import (
+    ConvProjection,
+    DynamicProjection,
+    LinearProjection,
+    Projections,
+    SequenceMap,
+    Weights,
+    sequence_map,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -204,7 +212,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LinearProjection | ConvProjection):
+        if isinstance(module, LinearProjection | ConvProjection | DynamicProjection):
             module.reset_parameters()
         elif isinstance(module, PositionEmbeddings):
             init.copy_(module.weight, module.sinusoids(self.config.initializer_range))
@@ -230,8 +238,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         """Make a trained model take sequences of up to `max_length` tokens.
 
         Where n shrinks at an unchanged n/k, rows and columns of E are cut off: outputs do not change, except under
-        `projection_init="gaussian"`, where every column has a share of every token. Otherwise E and the positions are
-        interpolated, and a little training helps. Optimisers must be made anew.
+        `projection_init="gaussian"` and `projection="dynamic"`, where every column has a share of every token.
+        Otherwise E and the positions are interpolated, and a little training helps. Optimisers must be made anew.
 
         Args:
             max_length: the new n.
@@ -252,7 +260,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
             for heads, new_heads in zip(old.projected_lengths, new.projected_lengths, strict=True)
             for k, new_k in zip(heads, new_heads, strict=True)
         )
-        cut = new_n <= n and ratios_hold
+        knows_no_n = old.projection == "dynamic" and old.projected_lengths == new.projected_lengths
+        cut = new_n <= n and (ratios_hold or knows_no_n)
 
         model = self.base_model
         with torch.device("meta"):

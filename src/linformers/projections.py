@@ -108,6 +108,28 @@ class LinearMap(SequenceMap):
         return super().filled_slots(length, k) if self.init == "window" else (length > 0) * k
 
 
+class DynamicMap(LinearMap):
+    r"""A mean of all tokens, weighted by a softmax whose scores come from the tokens: $E = \mathrm{softmax}_n(x S)$.
+
+    The weights are S, (d, k): they do not grow with n, and padding has no share in a mean.
+    """
+
+    def __call__(self, tokens: Tensor, k: int, weights: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        assert weights is not None
+        dtype = working_dtype(tokens)
+        precise = torch.promote_types(dtype, torch.float32)
+        scores = (tokens.to(dtype) @ weights.to(dtype)).to(precise)  # (b, n, k), or (b, h, n, k)
+        if lengths is not None:
+            padding = torch.arange(tokens.shape[-2], device=tokens.device) >= lengths[:, None]  # (b, n)
+            padding = padding.view(len(lengths), *[1] * (tokens.dim() - 3), -1, 1)
+            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
+        E = scores.softmax(-2).to(dtype)
+        return self.coarsen(E.mT @ tokens.to(dtype), k)
+
+    def filled_slots(self, length: T, k: int) -> T:
+        return (length > 0) * k
+
+
 class WindowMap(SequenceMap):
     """A map of windows of n/k tokens, each to one projected token; a shorter input has fewer windows."""
 
@@ -195,6 +217,8 @@ def sequence_map(projection: str, max_length: int, init: str) -> SequenceMap:
     match projection:
         case "linear":
             return LinearMap(max_length, init)
+        case "dynamic":
+            return DynamicMap(max_length)
         case "conv":
             return ConvMap(max_length)
         case "mean":
@@ -259,6 +283,39 @@ class LinearProjection(nn.Module):
 
     def extra_repr(self) -> str:
         return f"n={self.delta.shape[0]}, k={self.delta.shape[1]}, init={self.init!r}, scale={self.scale:g}"
+
+
+class DynamicProjection(nn.Module):
+    """S, (d, k), from which the weights of a mean over all tokens are computed.
+
+    Args:
+        channels: d, those of a token, or of one head's share of it.
+        projected_length: k.
+    """
+
+    def __init__(self, channels: int, projected_length: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, projected_length))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # Scores of normalised tokens then have a standard deviation of 2: a projected token prefers some of them.
+        nn.init.normal_(self.weight, std=2 * len(self.weight) ** -0.5)
+
+    def forward(self, seq_len: int) -> Tensor:
+        """S, whatever the length."""
+        return self.weight
+
+    @torch.no_grad()
+    def load_resampled(self, other: DynamicProjection) -> None:
+        """Take the columns of `other`, averaged or repeated where k differs."""
+        k, old_k = self.weight.shape[1], other.weight.shape[1]
+        self.weight.copy_(other.weight.cpu().double() @ (overlap(k, old_k) * k).mT)
+
+    load_slice = load_resampled
+
+    def extra_repr(self) -> str:
+        return f"channels={self.weight.shape[0]}, k={self.weight.shape[1]}"
 
 
 class ConvProjection(nn.Module):
@@ -335,6 +392,9 @@ class Projections(nn.ModuleList):
                 modules: list[nn.Module] = [LinearProjection(max_length, k, init, scale) for k in sizes]
             case "conv":
                 modules = [ConvProjection(max_length, k, head_dim) for k in sizes]
+            case "dynamic":
+                channels = head_dim if sharing == "none" else head_dim * len(projected_lengths[0])
+                modules = [DynamicProjection(channels, k) for k in sizes]
             case _:
                 modules = []
         super().__init__(modules)

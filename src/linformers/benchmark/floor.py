@@ -60,14 +60,17 @@ def products(config: LinformerConfig, batch: int, n: int) -> Iterator[Product]:
         yield Product(1, tokens, d, f)
         yield Product(1, tokens, f, d)
         k = max(lengths)
-        projects_first = config.projection == "mean" or (config.projection == "linear" and config.sharing != "none")
+        matrix = config.projection in ("linear", "dynamic")
+        projects_first = config.projection == "mean" or (matrix and config.sharing != "none")
         if projects_first and k:
             yield from [Product(1, batch * k, d, d)] * 2  # projected keys and values
         if window or not projects_first:
             yield from [Product(1, tokens, d, d)] * 2  # exact ones
-        if config.projection == "linear":
+        if matrix:
             sides = 1 if shared else 2
             yield from [Product(batch, k, n, d)] * sides
+            if config.projection == "dynamic":
+                yield from [Product(1, tokens, d, k)] * sides
 
 
 def gradients(product: Product) -> list[Product]:
