@@ -64,6 +64,12 @@ def test_poison_in_padding(interpreted):
     assert interpreted
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_default_is_triton_where_there_is_a_gpu(there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert LinformerModel(modes.config()).config._attn_implementation == (TRITON if there else "sdpa")
+
+
 def test_names(tmp_path):
     model = LinformerModel(modes.config(attn_implementation="triton"))
     assert model.config._attn_implementation == TRITON

@@ -206,7 +206,9 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        name = full_name("triton" if attn_implementation is None else attn_implementation)
+        if attn_implementation is None and torch.cuda.is_available():
+            attn_implementation = "triton"
+        name = None if attn_implementation is None else full_name(attn_implementation)
         return super()._check_and_adjust_attn_implementation(name, *args, **kwargs)
 
     @torch.no_grad()

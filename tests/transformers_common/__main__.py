@@ -28,6 +28,8 @@ MODES = [
     {"PROJECTION": "max", "SHARING": "layerwise"},
     {"PROJECTION": "conv", "SHARING": "key-value"},
     {"PROJECTION": "identity", "SHARING": "layerwise"},
+    {"PROJECTION": "linear", "SHARING": "layerwise", "WINDOW": "2"},
+    {"PROJECTION": "dynamic", "SHARING": "headwise"},
 ]
 
 

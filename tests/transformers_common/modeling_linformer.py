@@ -16,13 +16,14 @@ from ...test_configuration_common import ConfigTester
 from ...test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
 
 PROJECTION = os.environ.get("PROJECTION", "linear")
+WINDOW = int(os.environ.get("WINDOW", "0"))
 
 
 class LinformerModelTester:
     batch_size, seq_length, vocab_size, num_labels = 13, 8, 99, 3
     hidden_size, num_hidden_layers, num_attention_heads, projected_length = 32, 2, 4, 4
     encoder_seq_length = seq_length
-    key_length = seq_length if PROJECTION == "identity" else projected_length
+    key_length = seq_length if PROJECTION == "identity" else projected_length + (2 * WINDOW + 1 if WINDOW else 0)
     is_training = True
 
     def __init__(self, parent):
@@ -41,6 +42,7 @@ class LinformerModelTester:
             sharing=os.environ.get("SHARING", "layerwise"),
             projection_init=os.environ.get("PROJECTION_INIT", "window"),
             norm_first="NORM_FIRST" in os.environ,
+            local_window=WINDOW,
         )
 
     def prepare_config_and_inputs_for_common(self):
@@ -69,3 +71,7 @@ class LinformerModelTest(ModelTesterMixin, unittest.TestCase):
 
     def test_config(self):
         self.config_tester.run_common_tests()
+
+    @unittest.skipIf(WINDOW, "with a local window, attentions are cut out of blocks, and no gradient goes through them")
+    def test_retain_grad_hidden_states_attentions(self):
+        super().test_retain_grad_hidden_states_attentions()
