@@ -136,8 +136,8 @@ class ProjectedAttention(nn.Module):
             short_values = short_keys if F is E else self._shorten(context, F, lengths)  # type: ignore[arg-type]
             keys = [self._linear(self.key, x, group) for x, group in zip(short_keys, self.groups, strict=True)]
             values = [self._linear(self.value, x, group) for x, group in zip(short_values, self.groups, strict=True)]
-            if self.local_window:
-                near_key, near_value = self._split_heads(self.key(context)), self._split_heads(self.value(context))
+            near_key = self._split_heads(self.key(context)) if self.local_window else None
+            near_value = self._split_heads(self.value(context)) if self.local_window else None
         else:
             keys, near_key = self._linear_then_shorten(self.key, context, E, lengths)
             values, near_value = self._linear_then_shorten(self.value, context, F, lengths)
@@ -147,8 +147,8 @@ class ProjectedAttention(nn.Module):
                 key,
                 value,
                 self.sequence_map.slot_mask(context, group.projected_length, ranks),
-                group.of(near_key, dim=1) if self.local_window else None,
-                group.of(near_value, dim=1) if self.local_window else None,
+                None if near_key is None else group.of(near_key, dim=1),
+                None if near_value is None else group.of(near_value, dim=1),
             )
             for group, key, value in zip(self.groups, keys, values, strict=True)
         ]
@@ -174,8 +174,8 @@ class ProjectedAttention(nn.Module):
 
     def _linear_then_shorten(
         self, linear: nn.Linear, context: Tensor, E: Weights, lengths: Tensor | None
-    ) -> tuple[list[Tensor], Tensor]:
-        """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head), and $x W + b$ for all, (b, h, n, d_head)."""
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """$E^T (x W) + b$ for each group of heads, (b, h, k, d_head); for a local window, $x W + b$ of all tokens."""
         if is_plain(linear, context):
             tokens, bias = functional.linear(context, linear.weight), linear.bias
         else:
@@ -188,7 +188,7 @@ class ProjectedAttention(nn.Module):
             k = group.projected_length
             short = self.sequence_map(group.of(heads, dim=1), k, group.weights(E), lengths)
             results.append(short + group.of(bias, dim=0))
-        return results, heads + bias
+        return results, heads + bias if self.local_window else None
 
     def _attend(
         self, query: Tensor, projected: Projected, lengths: Tensor | None, attn_implementation: str

@@ -118,7 +118,8 @@ def _attend_backward(
             kernels = ["backward_many_queries"]
             kernels += ["backward_near"] if near_key is not None else []
             kernels += ["backward_many_keys"] if key.numel() else []
-    plans = [plan(kernel, Shapes.of(tensors, window, scaling, dropout)) for kernel in kernels]
+    shapes = Shapes.of(tensors, window, scaling, dropout)
+    plans = [plan(kernel, shapes) for kernel in kernels]
 
     # Each share of the queries writes its part of the gradients of keys and values. The parts are added in a fixed
     # order, so that reruns are equal bit for bit, which atomics would not be.
