@@ -17,6 +17,7 @@ LAYERS = [
     {"loading", "ops"},
     {"projections"},
     {"attention"},
+    {"layer"},
     {"encoder"},
     {"heads"},
     {"plots", "provenance"},

@@ -3,7 +3,6 @@
 Importing the package registers its models with transformers' Auto classes.
 """
 
-from .attention import LinformerAttention
 from .config import LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
 from .heads import (
@@ -13,6 +12,7 @@ from .heads import (
     LinformerForTokenClassification,
     register,
 )
+from .layer import LinformerAttention
 
 register()
 

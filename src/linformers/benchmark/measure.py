@@ -73,7 +73,7 @@ def interleaved(runs: dict[str, Run], min_seconds: float = 0.3, rounds: int = 5)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _runs_at_once(run: Run, seconds: float = 0.05, most: int = 10) -> int:
+def _runs_at_once(run: Run, seconds: float = 0.15, most: int = 10) -> int:
     """How many runs make up so many seconds on a GPU; one run on a CPU, which queues nothing."""
     run()
     if not torch.cuda.is_available():
@@ -88,10 +88,11 @@ def _seconds(run: Run, count: int) -> float:
     return (_now() - began) / count
 
 
-def device_seconds(run: Run, count: int = 20, rounds: int = 5) -> float:
+def device_seconds(run: Run, rounds: int = 5) -> float:
     """Median seconds of a run on the device alone: on a GPU it is replayed from a graph, without the CPU's part."""
     if not torch.cuda.is_available():
         return interleaved({"": run}, min_seconds=0.05, rounds=rounds)[""]
+    count = _runs_at_once(run, seconds=0.01, most=20)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):  # what is compiled or chosen at the first run cannot be captured

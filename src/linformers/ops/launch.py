@@ -1,4 +1,4 @@
-"""How the kernels of `kernels.py` are cut into programs, and started."""
+"""How the kernels of attention are cut into programs, and started."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Plan:
     """
 
     def __init__(self, name: str, shapes: Shapes) -> None:
-        from . import kernels
+        from .kernels import holding, walking
 
-        self.name, self.kernel, self.device = name, getattr(kernels, name), shapes.device
-        (b, h, n, d), k = shapes.query, shapes.keys
-        channels, held = padded(d), name in ("forward_few", "backward_few", "backward_some")
+        held = hasattr(holding, name)  # all keys of a head
+        self.kernel = getattr(holding if held else walking, name)
+        self.name, self.device = name, shapes.device
+        (b, h, n, d), k, channels = shapes.query, shapes.keys, padded(shapes.query[-1])
         if shapes.window:
             tile = near_tile(name, shapes.dtype.itemsize)
         else:

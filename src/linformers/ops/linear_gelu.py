@@ -11,10 +11,11 @@ from torch import Tensor, library, nn
 from .compiling import is_exporting
 from .launch import num_processors
 
-# Fewer tokens leave processors without work; there the matrix product alone is better off.
-FEWEST_TOKENS = 4096
+# With fewer tokens a GPU is done before the next kernel has been started, and starting this one takes longer.
+FEWEST_TOKENS = 16384
 
-ROWS, COLUMNS, INNER, WARPS, STAGES = 128, 256, 64, 8, 3
+# Measured on an H200, d = 768: 0.57 ms for 65,536 tokens, where the product alone takes 0.44 and GELU 0.22.
+ROWS, COLUMNS, INNER, WARPS, STAGES, PROGRAMS = 128, 128, 64, 8, 3, 2
 
 
 def serves(tokens: Tensor, linear: nn.Linear) -> bool:
@@ -39,7 +40,7 @@ def linear_gelu(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _linear_gelu(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from .linear_kernel import linear_gelu as kernel
+    from .kernels.linear import linear_gelu as kernel
 
     (rows, inner), columns = tokens.shape, len(weight)
     output = tokens.new_empty(rows, columns)
@@ -49,7 +50,7 @@ def _linear_gelu(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias,
         TensorDescriptor.from_tensor(output, [ROWS, COLUMNS // 2]),
     )
-    programs = num_processors(tokens.device)
+    programs = PROGRAMS * num_processors(tokens.device)
     sizes = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER, "GROUP": 8, "STAGES": STAGES}
     precision = "tf32" if tokens.dtype != torch.float32 else "ieee"
     with torch.cuda.device_of(tokens):

@@ -1,4 +1,4 @@
-"""A linear map and GELU in one pass, in Triton; `linear_gelu.py` launches what stands here.
+"""A linear map and GELU in one pass, in Triton; `ops/linear_gelu.py` launches it.
 
 As many programs as there are processors walk over the tiles of the result, in groups of rows whose inputs stay in the
 cache. Tiles come and go by descriptors (TMA), while the one before is being multiplied. A tile of the result is
@@ -8,7 +8,7 @@ finished in two halves: the first is on its way to memory while the second goes 
 import triton
 import triton.language as tl
 
-from .gelu import COEFFICIENTS, LOWEST
+from ..gelu import COEFFICIENTS, LOWEST
 
 C13, C11, C9, C7, C5, C3, C1 = map(tl.constexpr, COEFFICIENTS)
 LOW, HIGH = tl.constexpr(LOWEST), tl.constexpr(-LOWEST)

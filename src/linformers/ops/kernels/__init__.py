@@ -1,0 +1,1 @@
+"""Triton kernels. Triton is imported with them, so nothing imports them before the first launch."""
