@@ -100,6 +100,27 @@ def test_compiled_models_are_measured_too():
     ]  # fmt: skip
 
 
+def test_local_windows_are_measured_too():
+    models = efficiency.contenders(64, [16], models=["linformer"], windows=[4], **SMALL)
+    assert [c.name for c in models] == ["Linformer k=16", "Linformer k=16 w=4"]
+    assert [c.config(64).local_windows for c in models] == [(0, 0), (4, 4)]
+    cells = [*cells_of(FUSED, {64: 2.0}), *cells_of("Linformer k=16", {64: 3.0}, 16)]
+    cells += cells_of("Linformer k=16 w=4", {64: 1.0}, 16)
+    assert report.crossovers(cells, "inference")[1:] == [
+        f"inference: Linformer k=16 w=4 is faster than {FUSED} from n=64 on."
+    ]
+
+
+def test_gains_over_roberta_and_the_twin():
+    cells = [*cells_of(f"{ROBERTA}, compiled", {64: 3.0, 128: 4.0}), *cells_of(FUSED, {64: 2.0, 128: None})]
+    (table, *_) = report.task_tables([*cells, *cells_of("Linformer k=16", {64: 1.0, 128: 2.0}, 16)], "inference")
+    assert table.title.endswith(f"(× faster than {ROBERTA}, compiled / {FUSED})")
+    assert [list(column.cells)[-1] for column in table.columns[1:]] == [
+        "1,000 (3.00× / 2.00×)",
+        "2,000 (2.00× / –)",
+    ]
+
+
 def test_training_leaves_no_gradient_behind():
     model = Contender("", 16, {**SMALL, "projected_length": 16}).build(64, "cpu", "float32")
     run = efficiency.make_run(model, torch.full((2, 64), 7), "training")
@@ -225,7 +246,9 @@ def test_one_sequence_in_each_pass(tmp_path):
 def test_largest_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    tried = []
+    limits, tried = [], []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 200)
 
     def run(batch):
         tried.append(batch)
@@ -234,6 +257,10 @@ def test_largest_batch(monkeypatch):
 
     assert 85 <= measure.largest_batch(run, batch=10, peak_bytes=100) <= 90
     assert tried[0] == 100
+    assert not limits
+    assert measure.largest_batch(run, batch=10, peak_bytes=100, memory=500) == 50
+    assert limits == [0.7, 1.0]
+    assert measure.largest_batch(lambda batch: run(100), batch=10, peak_bytes=100) == 0
 
 
 def test_peak_memory_counts_what_lives_at_once():
@@ -253,3 +280,23 @@ def test_timing_is_of_the_right_function():
     times = interleaved({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, min_seconds=0.05)
     assert times["slow"] >= 0.02
     assert times["fast"] < times["slow"]
+
+
+def test_table_3(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import table3
+
+    def cell(model, n, k, seconds, batch):
+        return {"model": model, "n": n, "k": k, "task": "inference", "seconds": seconds, "largest_batch": batch}
+
+    cells = [cell(UNFUSED, 512, None, 1.6, 10), cell("Linformer k=128", 512, 128, 1.0, 20)]
+    cells += [cell("Linformer k=256", 512, 256, 1.5, 16), cell("Linformer k=128, compiled", 512, 128, 0.1, None)]
+    cells += [cell(UNFUSED, 65536, None, None, None), cell("Linformer k=128", 65536, 128, 1.0, 20)]
+    (tmp_path / "efficiency.json").write_text(json.dumps({"commit": "abc", "lengths": cells}))
+    monkeypatch.setattr("sys.argv", ["table3.py", str(tmp_path)])
+    table3.main()
+    page = (tmp_path / "table3.md").read_text()
+    assert "| 512 | 1.6× (1.5×) | 1.1× (1.3×) | – |" in page
+    assert "| 65536 | too little memory (20×) |" in page
+    assert "time: 1 of 2 cells that fit into memory are beaten; not: n=512, k=256." in page
+    assert "memory: 2 of 2 cells that fit into memory are beaten." in page

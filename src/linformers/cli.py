@@ -195,6 +195,8 @@ def bench(
     dropout: Annotated[float, typer.Option(help="Dropout in training.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too: takes minutes.")] = False,
     batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits into the GPU.")] = False,
+    memory: Annotated[int | None, typer.Option(help="GiB that the largest batch may take; else all.")] = None,
+    windows: Annotated[str, typer.Option(help="Local windows w to measure, too, separated by commas.")] = "",
     models: Annotated[
         str, typer.Option(help="Which to measure, separated by commas.")
     ] = "unfused,roberta,twin,linformer",
@@ -215,6 +217,8 @@ def bench(
         dropout=dropout,
         sharing=sharing,
         batches=batches,
+        memory=memory,
+        windows=_numbers("windows", windows) if windows else (),
     )
     report.run(settings, out=out, command=_command(), console=console)
 

@@ -101,9 +101,13 @@ def contenders(
     *,
     compiled: bool = False,
     models: Sequence[str] = MODELS,
+    windows: Sequence[int] = (),
     **fields: Any,
 ) -> list[Contender]:
-    """What to measure at n: the paper's baseline, those that users have today, and a Linformer for each k < n."""
+    """What to measure at n: the paper's baseline, those that users have today, and a Linformer for each k < n.
+
+    It is measured without a local window and with each of `windows`.
+    """
     twin = {**fields, "projection": "identity"}
     ways = (False, True) if compiled else (False,)
 
@@ -115,9 +119,10 @@ def contenders(
         "roberta": [Contender(name(ROBERTA, way), None, twin, way, is_roberta=True) for way in ways],
         "twin": [Contender(name(FUSED, way), None, twin, way) for way in ways],
         "linformer": [
-            Contender(name(f"Linformer k={k}", way), k, {**fields, "projected_length": k}, way)
+            Contender(name(own, way), k, {**fields, "projected_length": k, "local_window": window}, way)
             for k in projected_lengths
             if k < n
+            for own, window in {f"Linformer k={k}": 0, **{f"Linformer k={k} w={w}": w for w in windows}}.items()
             for way in ways
         ],
     }
@@ -134,24 +139,27 @@ def compare(
     tasks: Sequence[str] = ("inference",),
     compiled: bool = False,
     models: Sequence[str] = MODELS,
+    windows: Sequence[int] = (),
     with_floor: bool = False,
     with_batches: bool = False,
+    memory: int | None = None,
     on_model: Callable[[str], None] = lambda name: None,
     **fields: Any,
 ) -> Iterator[list[Cell]]:
     """Measure all contenders at each n and task; those of one n are timed in turn.
 
     Each pass has `tokens` tokens, or is one sequence where that is `None`; `fields` are fields of `LinformerConfig` for
-    all of the models. `on_model` is called with a name whenever a model is about to be measured.
+    all of the models. The largest batches are those that fit into `memory` bytes, or into all of the GPU. `on_model` is
+    called with a name whenever a model is about to be measured.
     """
     torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
     for n in lengths:
         for task in tasks:
             torch._dynamo.reset()
             release()
-            measured = contenders(n, projected_lengths, compiled=compiled, models=models, **fields)
+            measured = contenders(n, projected_lengths, compiled=compiled, models=models, windows=windows, **fields)
             batch = 1 if tokens is None else max(1, tokens // n)
-            yield list(_measure(measured, n, batch, task, device, dtype, with_floor, with_batches, on_model))
+            yield list(_measure(measured, n, batch, task, device, dtype, with_floor, with_batches, memory, on_model))
 
 
 def _measure(
@@ -163,6 +171,7 @@ def _measure(
     dtype: str,
     with_floor: bool,
     with_batches: bool,
+    memory: int | None,
     on_model: Callable[[str], None],
 ) -> Iterator[Cell]:
     ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
@@ -189,17 +198,19 @@ def _measure(
         if name in runs and device == "cuda":
             energy = joules(runs[name], seconds[name])
             if with_batches and not contender.compiled:
-                most = _most(contender, n, batch, task, device, dtype, peaks[name])
+                most = _most(contender, n, batch, task, device, dtype, peaks[name], memory)
         yield Cell(name, n, contender.k, batch, task, seconds.get(name), peaks.get(name), floors, energy, most)
 
 
-def _most(contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int) -> int:
+def _most(
+    contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int, memory: int | None
+) -> int:
     model = contender.build(n, device, dtype)
 
     def run(sequences: int) -> None:
         make_run(model, torch.randint(5, VOCABULARY, (sequences, n), device=device), task)()
 
-    return largest_batch(run, batch, peak)
+    return largest_batch(run, batch, peak, memory)
 
 
 def compare_projected_lengths(

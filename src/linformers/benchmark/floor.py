@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import LinformerConfig
-from .measure import interleaved
+from .measure import device_seconds
 
 
 class Product(NamedTuple):
@@ -87,7 +87,7 @@ def product_seconds(product: Product, device: str, dtype: str) -> float:
     right = torch.randn(shape.batch, shape.inner, shape.columns, device=device, dtype=kind)
     if shape.batch == 1:
         left, right = left[0], right[0]
-    return interleaved({"": lambda: left @ right}, min_seconds=0.05)[""]
+    return device_seconds(lambda: left @ right)
 
 
 @functools.cache
@@ -95,4 +95,4 @@ def bandwidth(device: str) -> float:
     """Bytes read and written in a second by a large copy."""
     source = torch.randn(2**28 if device == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / interleaved({"": lambda: target.copy_(source)}, min_seconds=0.1)[""]
+    return 2 * source.nbytes / device_seconds(lambda: target.copy_(source))

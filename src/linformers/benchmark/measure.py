@@ -148,12 +148,19 @@ def joules(run: Run, seconds: float, at_least: float = 0.5) -> float | None:
         return None
 
 
-def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int) -> int:
-    """The most sequences that go through at once: reckoned from what `batch` of them take, then tried."""
+def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int, memory: int | None = None) -> int:
+    """The most sequences that go through at once: reckoned from what `batch` of them take, then tried.
+
+    All of the GPU's memory may be used, or `memory` bytes. 0 if not even one sequence fits.
+    """
     release()
-    free, _ = torch.cuda.mem_get_info()
+    free, whole = torch.cuda.mem_get_info()
+    if memory is not None:
+        # Other tensors of this process stay where they are: what a run may take comes on top of them.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + memory) / whole))
+        free = min(free, memory)
     guess = max(1, int(batch * free / max(1, peak_bytes)))
-    while guess > 1:
+    while guess > 0:
         try:
             with memory_errors():
                 run(guess)
@@ -161,6 +168,8 @@ def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int) -> int
             break
         except OutOfMemoryError:
             guess = int(guess * 0.97) if guess > 33 else guess - 1
+    if memory is not None:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     release()
     return guess
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
-from ..config import SHARINGS
+from ..config import SHARINGS, check_window
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
@@ -52,6 +52,8 @@ class Settings:
         sharing: of the Linformers.
         batches: find the largest batch that fits (on a GPU).
         models: of `MODELS`.
+        windows: w of Linformers that are measured with a local window, too.
+        memory: GiB that the largest batch may take; `None` for all that the GPU has.
     """
 
     lengths: Sequence[int]
@@ -65,6 +67,8 @@ class Settings:
     sharing: str = "layerwise"
     batches: bool = False
     models: Sequence[str] = MODELS
+    windows: Sequence[int] = ()
+    memory: int | None = None
 
     def check(self) -> None:
         for name in ("layers", "hidden") if self.tokens is None else ("tokens", "layers", "hidden"):
@@ -77,6 +81,12 @@ class Settings:
         check_probability("dropout", self.dropout)
         if self.batches and best_device() != "cuda":
             raise ValueError("batches=True needs a GPU: the memory of a CPU has no end that a pass could run into")
+        if self.memory is not None:
+            check_size("memory", self.memory)
+            if not self.batches:
+                raise ValueError(f"memory={self.memory} has no effect without batches")
+        for window in self.windows:
+            check_window(window, "linear")
         if self.hidden % 64:
             raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
         for n in self.lengths:
@@ -135,9 +145,9 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
 
 
 def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str, console: Console) -> list[Cell]:
+    which: dict[str, Any] = {"compiled": settings.compiled, "models": settings.models, "windows": settings.windows}
     count = len(settings.tasks) * sum(
-        len(contenders(n, settings.projected, compiled=settings.compiled, models=settings.models, **fields))
-        for n in settings.lengths
+        len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths
     )
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
@@ -151,11 +161,11 @@ def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str
                 device=device,
                 dtype=dtype,
                 tasks=settings.tasks,
-                compiled=settings.compiled,
-                models=settings.models,
                 with_floor=True,
                 with_batches=settings.batches,
+                memory=None if settings.memory is None else settings.memory * 2**30,
                 on_model=lambda name: bars.update(task, advance=1, description=name),
+                **which,
                 **fields,
             )
             for cell in measured
@@ -167,8 +177,8 @@ def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str
 def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
     """What a pass costs in each measure, and how many times less than the baseline of that measure."""
     own = [cell for cell in cells if cell.task == task]
-    fastest = baseline(own)
-    unfused = UNFUSED if any(cell.model == UNFUSED for cell in own) else None
+    fastest = baselines(own)
+    unfused = [cell.model for cell in own if cell.model == UNFUSED][:1]
     tables = [
         length_table(own, milliseconds, f"Milliseconds, {task}", fastest, "faster than"),
         length_table(own, mebibytes, f"MiB beside the weights, {task}", unfused, "smaller than"),
@@ -182,25 +192,26 @@ def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
     return tables
 
 
-def baseline(cells: Sequence[Cell]) -> str | None:
-    """What a user would pick instead: RoBERTa with fused attention, compiled where that was measured."""
-    names = [f"{ROBERTA}, compiled", ROBERTA, f"{FUSED}, compiled", FUSED, UNFUSED]
-    return next((name for name in names if any(cell.model == name for cell in cells)), None)
+def baselines(cells: Sequence[Cell]) -> list[str]:
+    """What a user would pick instead, compiled where that was measured: RoBERTa with fused attention, and our twin."""
+    measured = {cell.model for cell in cells}
+    best = (next((name for name in (f"{m}, compiled", m) if name in measured), None) for m in (ROBERTA, FUSED))
+    return [name for name in best if name] or [name for name in [UNFUSED] if name in measured]
 
 
 def length_table(
     cells: Sequence[Cell],
     value: Callable[[Cell], float | None],
     title: str,
-    against: str | None = None,
+    against: Sequence[str] = (),
     than: str = "",
     *,
     digits: int = 1,
     inverse: bool = False,
 ) -> Table:
-    """One measure at each n; in brackets, how many times better a Linformer is than the model it stands against."""
-    if against is not None:
-        title = f"{title} (× {than} {against})"
+    """One measure at each n; in brackets, how many times better a Linformer is than each model it stands against."""
+    if against:
+        title = f"{title} (× {than} {' / '.join(against)})"
     models = list(dict.fromkeys(cell.model for cell in cells))
     lengths = list(dict.fromkeys(cell.n for cell in cells))
     table = Table("model", *(f"n={n}" for n in lengths), title=title)
@@ -216,12 +227,11 @@ def length_table(
             if cell.seconds is None or own is None:
                 row.append("out of memory" if cell.seconds is None else "–")
                 continue
-            other = by_place.get((against, n)) if against and cell.k is not None else None
-            gain = ""
-            if other is not None and other.seconds is not None:
-                base = value(other)
-                assert base is not None
-                gain = f" ({own / base if inverse else base / own:.2f}×)"
+            gains = []
+            for other in (by_place.get((name, n)) for name in against) if cell.k is not None else ():
+                base = None if other is None or other.seconds is None else value(other)
+                gains.append(f"{own / base if inverse else base / own:.2f}×" if base else "–")
+            gain = f" ({' / '.join(gains)})" if any(gain != "–" for gain in gains) else ""
             row.append(f"{own:,.{digits if own < 100 else 0}f}{gain}")
         table.add_row(model, *row)
     return table
@@ -234,15 +244,14 @@ def over_floor(cell: Cell) -> float | None:
 def crossovers(cells: Sequence[Cell], task: str) -> list[str]:
     """From which n on each Linformer is faster than what a user would pick instead."""
     own = [cell for cell in cells if cell.task == task]
-    other = baseline(own)
-    if other is None:
+    if not (others := baselines(own)):
         return []
     # What runs out of memory has lost.
+    other = others[0]
     rival = {cell.n: cell.seconds or math.inf for cell in own if cell.model == other}
-    suffix = ", compiled" if other.endswith("compiled") else ""
+    alike = [c for c in own if c.k is not None and c.model.endswith("compiled") == other.endswith("compiled")]
     lines = []
-    for k in dict.fromkeys(cell.k for cell in own if cell.k is not None):
-        name = f"Linformer k={k}{suffix}"
+    for name in dict.fromkeys(cell.model for cell in alike):
         times = {cell.n: cell.seconds or math.inf for cell in own if cell.model == name}
         wins = [n for n in times if times[n] < rival[n]]
         losses = [n for n in times if n not in wins]
