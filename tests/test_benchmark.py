@@ -232,7 +232,7 @@ def test_growth():
 
 def test_one_sequence_in_each_pass(tmp_path):
     arguments = ["--lengths", "64,128", "--projected", "16", "--tokens", "0", "--layers", "1", "--hidden", "64"]
-    arguments += ["--models", "linformer", "--out", str(tmp_path)]
+    arguments += ["--models", "linformer", "--projection", "mean", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     record = json.loads((tmp_path / "efficiency.json").read_text())
@@ -240,6 +240,7 @@ def test_one_sequence_in_each_pass(tmp_path):
         ("Linformer k=16", 64, 1),
         ("Linformer k=16", 128, 1),
     ]
+    assert record["projection"] == "mean"
     assert "from n to 2n, Linformer k=16" in (tmp_path / "efficiency.md").read_text()
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
-from ..config import SHARINGS, check_window
+from ..config import FIXED_LENGTHS, PROJECTIONS, SHARINGS, check_window
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
@@ -50,6 +50,7 @@ class Settings:
         compiled: measure models through `torch.compile`, too.
         dropout: in training.
         sharing: of the Linformers.
+        projection: of the Linformers.
         batches: find the largest batch that fits (on a GPU).
         models: of `MODELS`.
         windows: w of Linformers that are measured with a local window, too.
@@ -65,6 +66,7 @@ class Settings:
     compiled: bool = False
     dropout: float = 0.0
     sharing: str = "layerwise"
+    projection: str = "linear"
     batches: bool = False
     models: Sequence[str] = MODELS
     windows: Sequence[int] = ()
@@ -78,6 +80,7 @@ class Settings:
         for task in self.tasks:
             check_choice("task", task, TASKS)
         check_choice("sharing", self.sharing, SHARINGS)
+        check_choice("projection", self.projection, [name for name in PROJECTIONS if name not in FIXED_LENGTHS])
         check_probability("dropout", self.dropout)
         if self.batches and best_device() != "cuda":
             raise ValueError("batches=True needs a GPU: the memory of a CPU has no end that a pass could run into")
@@ -104,6 +107,7 @@ class Settings:
             "hidden_dropout_prob": self.dropout,
             "attention_probs_dropout_prob": self.dropout,
             "sharing": self.sharing,
+            "projection": self.projection,
         }
 
 
