@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from linformers.attention import triton_attention
-from linformers.benchmark.measure import best_device, device_seconds
+from linformers.benchmark.measure import Run, best_device, captured, interleaved
 from linformers.benchmark.report import markdown
 from linformers.ops.attend import attend
 from linformers.ops.dispatch import use_triton
@@ -58,17 +58,16 @@ def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict
     def sdpa() -> Tensor:
         return scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
-    def seconds(function: Callable[[], Tensor]) -> dict[str, float]:
+    def replays(function: Callable[[], Tensor]) -> dict[str, tuple[Run, int]]:
         gradient = torch.randn_like(function())
 
         def both() -> None:
             torch.autograd.grad(function(), (query, key, value), gradient)
 
         with torch.no_grad():
-            forward = device_seconds(function)
+            forward = captured(function)
         # What the forward pass takes when it saves something for the backward pass belongs to the former.
-        saving, whole = device_seconds(function), device_seconds(both)
-        return {"forward": forward, "backward": whole - saving}
+        return {"forward": forward, "saving": captured(function), "both": captured(both)}
 
     runs: dict[str, tuple[Callable[[], Tensor], list[SDPBackend]]] = {
         DISPATCH: (dispatched, [*SDPBackend.__members__.values()])
@@ -76,16 +75,21 @@ def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict
     if device == "cuda":
         runs[OURS] = (lambda: attend(query, key, value, scaling=scaling), [SDPBackend.MATH])
         runs |= {name: (sdpa, [backend]) for name, backend in BACKENDS.items()}
-    cells = []
+    cells: dict[str, dict[str, Any]] = {}
+    graphs: dict[tuple[str, str], tuple[Run, int]] = {}
     for name, (function, backends) in runs.items():
-        cell = {"model": name, "n": n, "k": k, "served_by_triton": use_triton(query, key)}
+        cells[name] = {"model": name, "n": n, "k": k, "served_by_triton": use_triton(query, key)}
         try:
             with sdpa_kernel(backends):
-                cell |= seconds(function)
+                graphs |= {(name, what): replay for what, replay in replays(function).items()}
         except RuntimeError as error:  # a backend that does not serve, or too little memory
-            cell["failure"] = str(error).splitlines()[0]
-        cells.append(cell)
-    return cells
+            cells[name]["failure"] = str(error).splitlines()[0]
+    times = interleaved({place: replay for place, (replay, _) in graphs.items()}, min_seconds=0.05, queued=0)
+    seconds = {place: times[place] / count for place, (_, count) in graphs.items()}
+    for name in {name for name, _ in graphs}:
+        cells[name]["forward"] = seconds[name, "forward"]
+        cells[name]["backward"] = seconds[name, "both"] - seconds[name, "saving"]
+    return list(cells.values())
 
 
 def ratios(cells: list[dict[str, Any]], name: str, direction: str) -> dict[tuple[int, int], float]:

@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="in a pass")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="d; heads have 64 channels")
+    parser.add_argument("--task", default="inference,training", help="either, or both with a comma between")
     parser.add_argument("--compile", action="store_true", help="measure Linformers compiled, too")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
@@ -198,15 +199,15 @@ def main() -> None:
     for package in PACKAGES:
         if not importlib.util.find_spec(package):
             console.print(f"{package.replace('_', '-')} is not installed and is left out", highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), **environment(), **sizes}
     for n in options.lengths:
-        for task in ("inference", "training"):
+        for task in options.task.split(","):
             with console.status(f"{task}, n={n}"):
                 measured = measure(n, options.projected, options.tokens, task, sizes, options.compile)
             console.print(table_of(measured))
             cells += measured
-    options.out.mkdir(parents=True, exist_ok=True)
-    record = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), **environment(), **sizes}
-    (options.out / "peers.json").write_text(json.dumps({**record, "cells": cells}, indent=1) + "\n")
+            (options.out / "peers.json").write_text(json.dumps({**record, "cells": cells}, indent=1) + "\n")
     console.print(f"Written to {options.out / 'peers.json'}", markup=False)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from linformers import LinformerConfig
+from linformers import LinformerConfig, provenance
 from linformers.benchmark import efficiency, floor, measure, report
 from linformers.benchmark.efficiency import FUSED, ROBERTA, UNFUSED, Cell, Contender
 from linformers.benchmark.measure import interleaved, peak_memory
@@ -54,6 +54,22 @@ def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
     (table, *_) = report.task_tables([first, *others], "inference")
     assert "out of memory" in list(table.columns[1].cells)
     assert UNFUSED not in efficiency.curves([first, *others], efficiency.milliseconds)
+
+
+def test_what_was_measured_before_a_crash_is_there(monkeypatch, tmp_path):
+    release = efficiency.release
+    calls = iter([release, release, lambda: 1 / 0])
+    monkeypatch.setattr(efficiency, "release", lambda: next(calls)())
+    arguments = ["--lengths", "64", "--projected", "16", "--tokens", "64", "--layers", "1", "--hidden", "64"]
+    arguments += ["--models", "linformer", "--task", "inference,training,inference", "--out", str(tmp_path)]
+    assert isinstance(CliRunner().invoke(app, ["bench", *arguments]).exception, ZeroDivisionError)
+    cells = json.loads((tmp_path / "efficiency.json").read_text())["lengths"]
+    assert [cell["task"] for cell in cells] == ["inference", "training"]
+
+
+def test_a_copy_of_the_code_is_told_its_commit(monkeypatch):
+    monkeypatch.setenv("LINFORMERS_COMMIT", "0123abc")
+    assert provenance.commit() == "0123abc"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a largest batch")

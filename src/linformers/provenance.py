@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -24,7 +25,9 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that this code is at, where it is a git checkout."""
+    """The commit that this code is at, where it is a git checkout; `LINFORMERS_COMMIT` names it for a copy."""
+    if named := os.environ.get("LINFORMERS_COMMIT"):
+        return named
     folder = Path(__file__).parent
     result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else None

@@ -197,19 +197,20 @@ def _measure(
             )
         if name in runs and device == "cuda":
             energy = joules(runs[name], seconds[name])
-            if with_batches and not contender.compiled:
-                most = _most(contender, n, batch, task, device, dtype, peaks[name], memory)
+        if with_batches and not contender.compiled:
+            most = _most(contender, n, batch, task, device, dtype, peaks.get(name), memory)
         yield Cell(name, n, contender.k, batch, task, seconds.get(name), peaks.get(name), floors, energy, most)
 
 
 def _most(
-    contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int, memory: int | None
+    contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int | None, memory: int | None
 ) -> int:
     model = contender.build(n, device, dtype)
 
     def run(sequences: int) -> None:
         make_run(model, torch.randint(5, VOCABULARY, (sequences, n), device=device), task)()
 
+    # What a batch takes is unknown where memory ran out: then begin with that batch.
     return largest_batch(run, batch, peak, memory)
 
 
@@ -234,6 +235,8 @@ def compare_projected_lengths(
         )
         for name, choice in choices.items()
     }
+    for run in runs.values():
+        run()
     for name, seconds in interleaved(runs).items():
         yield Cell(name, n, None, batch, "inference", seconds, peak_memory(runs[name], device))
 

@@ -6,14 +6,15 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Run = Callable[[], Any]
+Name = TypeVar("Name", bound=Hashable)
 
 
 class OutOfMemoryError(Exception):
@@ -58,14 +59,16 @@ def pass_of(model: nn.Module, forward: Callable[[], Tensor], task: str) -> Run:
     return step
 
 
-def interleaved(runs: dict[str, Run], min_seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
+def interleaved(
+    runs: Mapping[Name, Run], min_seconds: float = 0.3, rounds: int = 3, queued: float = 0.15
+) -> dict[Name, float]:
     """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike.
 
-    On a GPU a few runs are queued behind each other, as in any loop over batches: what the CPU does meanwhile is part
-    of the time only where the GPU waits for it.
+    On a GPU a few runs, of `queued` seconds in all, are queued behind each other, as in any loop over batches: what the
+    CPU does meanwhile is part of the time only where the GPU waits for it.
     """
-    counts = {name: _runs_at_once(run) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    counts = {name: _runs_at_once(run, queued) for name, run in runs.items()}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
     while runs and (time.perf_counter() - start < min_seconds * len(runs) or len(next(iter(times.values()))) < rounds):
         for name, run in runs.items():
@@ -73,10 +76,9 @@ def interleaved(runs: dict[str, Run], min_seconds: float = 0.3, rounds: int = 5)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _runs_at_once(run: Run, seconds: float = 0.15, most: int = 10) -> int:
+def _runs_at_once(run: Run, seconds: float, most: int = 10) -> int:
     """How many runs make up so many seconds on a GPU; one run on a CPU, which queues nothing."""
-    run()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or _seconds(run, 1) >= seconds:
         return 1
     return max(1, min(most, round(seconds / _seconds(run, 1))))
 
@@ -88,22 +90,23 @@ def _seconds(run: Run, count: int) -> float:
     return (_now() - began) / count
 
 
-def device_seconds(run: Run, rounds: int = 5) -> float:
+def device_seconds(run: Run) -> float:
     """Median seconds of a run on the device alone: on a GPU it is replayed from a graph, without the CPU's part."""
+    replay, count = captured(run)
+    return interleaved({"": replay}, min_seconds=0.05, queued=0)[""] / count
+
+
+def captured(run: Run) -> tuple[Run, int]:
+    """A function that repeats a run, so many times at once, from a graph on the device; on a CPU the run itself."""
+    run()  # what is compiled or chosen at the first run cannot be captured
     if not torch.cuda.is_available():
-        return interleaved({"": run}, min_seconds=0.05, rounds=rounds)[""]
+        return run, 1
     count = _runs_at_once(run, seconds=0.01, most=20)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # what is compiled or chosen at the first run cannot be captured
-            run()
-    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph):
         for _ in range(count):
             run()
-    graph.replay()
-    return statistics.median(_seconds(graph.replay, 1) / count for _ in range(rounds))
+    return graph.replay, count
 
 
 def peak_memory(run: Run, device: str | torch.device) -> int:
@@ -148,9 +151,10 @@ def joules(run: Run, seconds: float, at_least: float = 0.5) -> float | None:
         return None
 
 
-def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int, memory: int | None = None) -> int:
+def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int | None, memory: int | None = None) -> int:
     """The most sequences that go through at once: reckoned from what `batch` of them take, then tried.
 
+    Where that is unknown, it is because `batch` of them did not fit, and the search begins there.
     All of the GPU's memory may be used, or `memory` bytes. 0 if not even one sequence fits.
     """
     release()
@@ -159,7 +163,7 @@ def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int, memory
         # Other tensors of this process stay where they are: what a run may take comes on top of them.
         torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + memory) / whole))
         free = min(free, memory)
-    guess = max(1, int(batch * free / max(1, peak_bytes)))
+    guess = batch if peak_bytes is None else max(1, int(batch * free / max(1, peak_bytes)))
     while guess > 0:
         try:
             with memory_errors():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,12 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     device = best_device()
     dtype = "bfloat16" if device == "cuda" else "float32"
     fields = settings.fields()
-    cells = _measure(settings, fields, device, dtype, console)
+    where = {"command": command, "commit": commit(), **environment(), "dtype": dtype}
+    record = {**where, **fields, "tokens": settings.tokens}
+    cells: list[Cell] = []
+    for measured in _measure(settings, fields, device, dtype, console):
+        cells += measured
+        _write(out, {**record, "lengths": as_records(cells)})  # whatever happens later, this much is there
     tables = [table for task in settings.tasks for table in task_tables(cells, task)]
     sentences = [line for task in settings.tasks for line in crossovers(cells, task)]
     if settings.tokens is None:
@@ -135,10 +140,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         console.print(table)
     for line in sentences:
         console.print(line, highlight=False)
-    where = {"command": command, "commit": commit(), **environment(), "dtype": dtype}
-    record = {**where, **fields, "tokens": settings.tokens}
-    record |= {"lengths": as_records(cells), "projected_lengths": as_records(mixed)}
-    (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
+    _write(out, {**record, "lengths": as_records(cells), "projected_lengths": as_records(mixed)})
     (out / "efficiency.md").write_text(markdown(tables, sentences, where), encoding="utf-8")
     for task in settings.tasks:
         own_cells = [cell for cell in cells if cell.task == task]
@@ -148,7 +150,13 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     console.print(f"Written to {out}", markup=False)
 
 
-def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str, console: Console) -> list[Cell]:
+def _write(out: Path, record: dict[str, Any]) -> None:
+    (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _measure(
+    settings: Settings, fields: dict[str, Any], device: str, dtype: str, console: Console
+) -> Iterator[list[Cell]]:
     which: dict[str, Any] = {"compiled": settings.compiled, "models": settings.models, "windows": settings.windows}
     count = len(settings.tasks) * sum(
         len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths
@@ -156,26 +164,21 @@ def _measure(settings: Settings, fields: dict[str, Any], device: str, dtype: str
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
         task = bars.add_task("", total=count)
-        cells = [
-            cell
-            for measured in compare(
-                settings.lengths,
-                settings.projected,
-                tokens=settings.tokens,
-                device=device,
-                dtype=dtype,
-                tasks=settings.tasks,
-                with_floor=True,
-                with_batches=settings.batches,
-                memory=None if settings.memory is None else settings.memory * 2**30,
-                on_model=lambda name: bars.update(task, advance=1, description=name),
-                **which,
-                **fields,
-            )
-            for cell in measured
-        ]
+        yield from compare(
+            settings.lengths,
+            settings.projected,
+            tokens=settings.tokens,
+            device=device,
+            dtype=dtype,
+            tasks=settings.tasks,
+            with_floor=True,
+            with_batches=settings.batches,
+            memory=None if settings.memory is None else settings.memory * 2**30,
+            on_model=lambda name: bars.update(task, advance=1, description=name),
+            **which,
+            **fields,
+        )
         bars.update(task, completed=count, description="measured")
-    return cells
 
 
 def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
