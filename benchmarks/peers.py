@@ -4,7 +4,7 @@
 
 The packages `linformer` and `linformer-pytorch` are measured where they are installed. All models take embeddings
 (b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it. With
-`--compile` the Linformers are compiled, too, ours and theirs.
+`--compile` the Linformers are compiled, too, ours and theirs: minutes for a package that has a module for each head.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from linformers.benchmark.measure import (
     peak_memory,
     release,
 )
+from linformers.benchmark.report import markdown
 from linformers.provenance import commit, environment
 
 PACKAGES = ("linformer", "linformer_pytorch")
@@ -195,7 +196,7 @@ def main() -> None:
         "intermediate": 4 * options.hidden,
     }
     transformers.utils.logging.set_verbosity_error()
-    console, cells = Console(), []
+    console, cells, tables = Console(), [], []
     for package in PACKAGES:
         if not importlib.util.find_spec(package):
             console.print(f"{package.replace('_', '-')} is not installed and is left out", highlight=False)
@@ -205,10 +206,12 @@ def main() -> None:
         for task in options.task.split(","):
             with console.status(f"{task}, n={n}"):
                 measured = measure(n, options.projected, options.tokens, task, sizes, options.compile)
-            console.print(table_of(measured))
+            tables.append(table_of(measured))
+            console.print(tables[-1])
             cells += measured
             (options.out / "peers.json").write_text(json.dumps({**record, "cells": cells}, indent=1) + "\n")
-    console.print(f"Written to {options.out / 'peers.json'}", markup=False)
+            (options.out / "peers.md").write_text(markdown(tables, [], record), encoding="utf-8")
+    console.print(f"Written to {options.out}", markup=False)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,11 @@ def test_contenders_are_the_same_model():
     sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert sizes[UNFUSED] == sizes[FUSED] == sizes["Linformer k=16"] - 64 * 16
     assert sizes[ROBERTA] == sizes[FUSED] + 2 * 64
-    assert models[UNFUSED].config._attn_implementation == "eager"
+    ids = torch.randint(5, 90, (2, 64))
+    models[FUSED].load_state_dict(models[UNFUSED].state_dict())
+    unfused, fused = (models[name].eval()(ids).last_hidden_state for name in (UNFUSED, FUSED))
+    torch.testing.assert_close(unfused, fused)
+    assert models[UNFUSED].config._attn_implementation == efficiency.PLAIN
     assert models[ROBERTA].config.hidden_dropout_prob == 0.0
 
 

@@ -106,7 +106,7 @@ class FeedForward(nn.Module):
     and need not be there for all tokens at once.
     """
 
-    slice_size = 8192  # tokens: enough to keep a GPU busy
+    slice_size = 16384  # tokens: enough to keep a GPU busy
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
