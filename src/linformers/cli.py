@@ -29,6 +29,8 @@ Model = Annotated[Path, typer.Option(help="Folder of a model that pretrain or fi
 Data = Annotated[Path | None, typer.Option(help="Folder of the data.")]
 Text = Annotated[str, typer.Option(help="The column of a labelled file that holds the text; two with a comma between.")]
 Label = Annotated[str, typer.Option(help="The column that holds the label.")]
+Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
+Texts = Annotated[list[str], typer.Option(help="Files or folders of text, jsonl, csv or parquet; may be repeated.")]
 Out = Annotated[Path, typer.Option(help="Folder for what the command writes.")]
 
 
@@ -223,6 +225,26 @@ def bench(
         windows=_numbers("windows", windows) if windows else (),
     )
     report.run(settings, out=out, command=_command(), console=console)
+
+
+@app.command()
+def spectrum(
+    model: Encoder,
+    text: Texts,
+    length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
+    sentences: Annotated[int, typer.Option(help="How many passages.")] = 1000,
+    at: Annotated[int, typer.Option(help="Singular values whose share the heat map shows.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,
+    text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(help="Threads; by default one for each core.")] = None,
+    out: Out = Path("runs/spectrum"),
+) -> None:
+    """The singular values of P in each layer and head of an encoder, as in the paper's Figure 1."""
+    from .analysis import figure1
+
+    _hide_bars()
+    settings = figure1.Settings(model, text, length, sentences, at, seed, text_column, workers)
+    figure1.run(settings, out=out, command=_command(), console=console)
 
 
 def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:

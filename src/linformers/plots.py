@@ -62,6 +62,35 @@ def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Non
         plt.close(figure)
 
 
+def spectrum(cumulative: Any, std: Any, at: int, path: Path) -> None:
+    """Figure 1: the cumulative singular values of each layer (mean over heads), and their share at `at` by head.
+
+    Both arrays are (layers, heads, n).
+    """
+    layers, heads, n = cumulative.shape
+    with plt.rc_context(LOOK):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
+        colours = plt.get_cmap("viridis")
+        places = range(1, n + 1)
+        for layer in range(layers):
+            colour = colours(layer / max(1, layers - 1))
+            mean, spread = cumulative[layer].mean(0), std[layer].mean(0)
+            left.plot(places, mean, color=colour, lw=1.2, label=f"layer {layer + 1}")
+            left.fill_between(places, mean - spread, mean + spread, color=colour, alpha=0.12, lw=0)
+        left.plot([1, n], [1 / n, 1], ":", color="#999999", label="flat")
+        left.axvline(at, color="#999999", lw=0.8)
+        left.set(title="Singular values of P", xlabel="number of singular values", ylabel="share of their sum")
+        left.legend(fontsize=6, ncols=2)
+        right.grid(visible=False)
+        image = right.imshow(cumulative[:, :, at - 1], aspect="auto", origin="lower", cmap="viridis")
+        right.set(title=f"Share of the first {at}", xlabel="head", ylabel="layer")
+        right.set_xticks(range(heads), range(1, heads + 1))
+        right.set_yticks(range(layers), range(1, layers + 1))
+        figure.colorbar(image, ax=right)
+        figure.savefig(path)
+        plt.close(figure)
+
+
 def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)

@@ -1,0 +1,159 @@
+"""Figure 1 of the paper for any encoder: how fast the singular values of P add up, in each layer and head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .. import plots
+from ..checks import check_size, make_folder
+from ..provenance import commit, environment
+from . import attentions
+from .spectrum import Spectrum, measure, rank_correlation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `linformers spectrum` measures.
+
+    Attributes:
+        model: a folder or a hub name.
+        texts: files and folders.
+        length: n, the tokens of a passage.
+        sentences: how many passages.
+        at: the number of singular values whose share the heat map shows.
+        seed: of the choice of passages.
+        text_column: of tables.
+        workers: threads; `None` for one for each core.
+    """
+
+    model: str
+    texts: Sequence[str]
+    length: int = 512
+    sentences: int = 1000
+    at: int = 128
+    seed: int = 0
+    text_column: str = "text"
+    workers: int | None = None
+
+    def check(self) -> None:
+        for name in ("length", "sentences", "at"):
+            check_size(name, getattr(self, name))
+        if self.at >= self.length:
+            raise ValueError(f"at={self.at} must be below length={self.length}, the number of singular values")
+        if not self.texts:
+            raise ValueError("text is missing: files or folders that passages are taken from")
+
+
+def run(settings: Settings, *, out: Path, command: str, console: Console) -> Spectrum:
+    """Measure, and write `spectrum.json`, `spectrum.md` and the figure to `out`."""
+    where = {"command": command, "commit": commit(), **environment()}
+    where |= {"model": settings.model, "texts": list(settings.texts), "n": settings.length}
+    spectrum = measured(settings, out, console)
+    lines = sentences(spectrum, settings.at)
+    for line in lines:
+        console.print(line, highlight=False)
+    (out / "spectrum.json").write_text(json.dumps({**where, **as_record(spectrum, settings.at)}) + "\n")
+    (out / "spectrum.md").write_text(page(spectrum, settings.at, where, lines), encoding="utf-8")
+    for suffix in ("png", "svg"):
+        plots.spectrum(spectrum.cumulative, spectrum.cumulative_std, settings.at, out / f"spectrum.{suffix}")
+    console.print(f"Written to {out}", markup=False)
+    return spectrum
+
+
+def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
+    """The spectrum, with a progress bar; what an interrupted run has measured is in `out` and not measured again."""
+    settings.check()
+    make_folder("out", out)
+    model, tokenizer = attentions.load_encoder(settings.model)
+    most = attentions.longest(model, tokenizer)
+    if settings.length > most:
+        raise ValueError(f"length={settings.length} is more than the {most} tokens that {settings.model!r} takes")
+    with console.status("reading the texts"):
+        ids = attentions.passages(
+            settings.texts,
+            tokenizer,
+            settings.length,
+            settings.sentences,
+            seed=settings.seed,
+            text_column=settings.text_column,
+        )
+    if len(ids) < settings.sentences:
+        console.print(f"The texts have {len(ids)} passages of {settings.length} tokens; all are taken", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
+        task = bars.add_task("passages", total=len(ids), speed="")
+        matrices = 0
+
+        def start(done: int, layers: int, heads: int) -> None:
+            nonlocal matrices
+            matrices = layers * heads
+            bars.update(task, completed=done)
+            if done:
+                console.print(f"{done} passages were measured before", highlight=False)
+
+        def advance() -> None:
+            bars.advance(task)
+            speed = bars.tasks[task].speed
+            bars.update(task, speed=f"{speed * matrices:.0f} matrices/s" if speed else "")
+
+        return measure(
+            model,
+            ids,
+            name=settings.model,
+            workers=settings.workers,
+            state_file=out / "state.npz",
+            on_start=start,
+            on_sentence=advance,
+        )
+
+
+def sentences(spectrum: Spectrum, at: int) -> list[str]:
+    """The paper's two claims, with numbers: a long tail everywhere, and lower rank in higher layers."""
+    shares = spectrum.cumulative[:, :, at - 1]  # (layers, heads)
+    layers, heads, n = spectrum.cumulative.shape
+    low, high = np.unravel_index(shares.argmin(), shares.shape), np.unravel_index(shares.argmax(), shares.shape)
+    lines = [
+        f"The first {at} of {n} singular values hold {shares.mean():.3f} of their sum on average over {layers} layers "
+        f"and {heads} heads ({spectrum.sentences} passages): least {shares.min():.3f} (layer {low[0] + 1}, head "
+        f"{low[1] + 1}), most {shares.max():.3f} (layer {high[0] + 1}, head {high[1] + 1}); a flat spectrum would have "
+        f"{at / n:.3f}.",
+        f"Of the sum of their squares they hold {spectrum.energy[:, :, at - 1].mean():.3f}, at the least "
+        f"{spectrum.energy[:, :, at - 1].min():.3f}.",
+    ]
+    if layers > 2:
+        over_layers = rank_correlation(range(layers), shares.mean(1).tolist())
+        over_heads = rank_correlation(np.repeat(np.arange(layers), heads).tolist(), shares.flatten().tolist())
+        verdict = "higher layers are lower in rank" if over_layers > 0.5 else "higher layers are not lower in rank"
+        lines.append(
+            f"Rank correlation of a layer's number and its share: {over_layers:.2f} (over single heads "
+            f"{over_heads:.2f}): {verdict}."
+        )
+    return lines
+
+
+def page(spectrum: Spectrum, at: int, where: dict[str, Any], lines: Sequence[str]) -> str:
+    """The share of the first values in each layer and head, with where it comes from."""
+    shares, spread = spectrum.cumulative[:, :, at - 1], spectrum.cumulative_std[:, :, at - 1]
+    heads = range(1, shares.shape[1] + 1)
+    rows = ["# Spectrum of P", "", *(f"- {name}: {value}" for name, value in where.items()), "", *lines, ""]
+    rows += [f"## Share of the first {at} singular values (± standard deviation over passages)", ""]
+    rows += ["| layer | " + " | ".join(f"head {head}" for head in heads) + " |", "|" + "---|" * (len(heads) + 1)]
+    for layer, (means, stds) in enumerate(zip(shares, spread, strict=True), 1):
+        cells = (f"{mean:.3f} ± {std:.3f}" for mean, std in zip(means, stds, strict=True))
+        rows.append(f"| {layer} | " + " | ".join(cells) + " |")
+    return "\n".join([*rows, ""])
+
+
+def as_record(spectrum: Spectrum, at: int) -> dict[str, Any]:
+    """The curves of each layer and head, to four digits."""
+    names = ("cumulative", "cumulative_std", "energy")
+    curves = {name: np.round(getattr(spectrum, name), 4).tolist() for name in names}
+    return {"sentences": spectrum.sentences, "at": at, **curves}

@@ -1,0 +1,215 @@
+"""The spectrum of P: exact, streaming, resumable, and of any encoder."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2Config,
+    GPT2Model,
+    MPNetConfig,
+    MPNetModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
+from typer.testing import CliRunner
+
+from linformers import LinformerConfig, LinformerModel
+from linformers.analysis import attentions, figure1, spectrum
+from linformers.cli import app
+
+WORDS = [f"w{i}" for i in range(90)]
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+N = 24
+
+
+def tokenizer():
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<pad>", *WORDS])}, "<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", model_max_length=32)
+
+
+def encoder(kind):
+    torch.manual_seed(0)
+    config = {**SIZES, "max_position_embeddings": 40}
+    model = {
+        "bert": lambda: BertModel(BertConfig(**config)),
+        "roberta": lambda: RobertaModel(RobertaConfig(**config)),
+        "mpnet": lambda: MPNetModel(MPNetConfig(**config)),
+        "distilbert": lambda: DistilBertModel(
+            DistilBertConfig(vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40)
+        ),
+        "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
+        "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
+        "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),
+    }[kind]()
+    for parameter in model.parameters():  # far from uniform attention
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def save(kind):
+        encoder(kind).save_pretrained(tmp_path / kind)
+        tokenizer().save_pretrained(tmp_path / kind)
+        return str(tmp_path / kind)
+
+    return save
+
+
+@pytest.fixture
+def text(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [{"text": " ".join(rng.choice(WORDS, rng.integers(10, 200)))} for _ in range(30)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(map(json.dumps, documents)))
+    return str(path)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 50, 50), (40, 30), (30, 40), (300, 300)])
+def test_singular_values(shape):
+    torch.manual_seed(0)
+    matrices = (4 * torch.randn(shape)).softmax(-1)
+    matrices[..., -5:, :] = matrices[..., :5, :]  # some are 0
+    expected = torch.linalg.svdvals(matrices.double())
+    torch.testing.assert_close(spectrum.singular_values(matrices), expected, rtol=0, atol=1e-6)
+
+
+def test_streaming_is_exact():
+    arrays = np.random.default_rng(0).normal(3.0, 2.0, (17, 4, 5))
+    moments = spectrum.Moments()
+    for part in np.split(arrays, [1, 4, 5, 11]):
+        moments.add(part)
+    assert moments.count == 17
+    np.testing.assert_allclose(moments.mean, arrays.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(moments.std, arrays.std(0, ddof=1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "distilbert", "twin"])
+def test_any_encoder(kind, folder):
+    """What is watched is what the model returns as its attentions."""
+    model, _ = attentions.load_encoder(folder(kind))
+    ids = torch.randint(4, 90, (5, N))
+    result = spectrum.measure(model, ids, workers=2)
+    with torch.no_grad():
+        returned = torch.stack(model(ids, output_attentions=True).attentions)  # (layers, b, h, n, n)
+    values = torch.linalg.svdvals(returned.double())
+    shares = spectrum.cumulative(values)
+    assert result.sentences == 5
+    np.testing.assert_allclose(result.values, values.mean(1), atol=1e-5)
+    np.testing.assert_allclose(result.cumulative, shares.mean(1), atol=1e-5)
+    np.testing.assert_allclose(result.cumulative_std, shares.std(1), atol=1e-5)
+    np.testing.assert_allclose(result.energy, spectrum.cumulative(values**2).mean(1), atol=1e-5)
+    assert result.cumulative.std() > 0.01
+
+
+def test_goes_on_from_where_it_was(folder, tmp_path):
+    model, _ = attentions.load_encoder(folder("bert"))
+    ids = torch.randint(4, 90, (6, N))
+    whole = spectrum.measure(model, ids)
+    seen = []
+
+    def stop():
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    state = tmp_path / "state.npz"
+    with pytest.raises(KeyboardInterrupt):
+        spectrum.measure(model, ids, state_file=state, on_sentence=stop)
+    seen.clear()
+    starts = []
+    result = spectrum.measure(
+        model, ids, state_file=state, on_start=lambda *s: starts.append(s), on_sentence=lambda: seen.append(1)
+    )
+    assert starts == [(3, 3, 2)]
+    assert len(seen) == 3
+    for name in ("values", "cumulative", "cumulative_std", "energy", "energy_std"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(whole, name))
+    with pytest.raises(ValueError, match="is of another model, other texts or another length"):
+        spectrum.measure(model, ids[:5], state_file=state)
+
+
+def test_passages(text):
+    own = tokenizer()
+    ids = attentions.passages([text], own, N, 20)
+    assert ids.shape == (20, N)
+    assert (ids[:, 0] == 1).all()
+    assert (ids[:, -1] == 2).all()
+    assert torch.equal(ids, attentions.passages([text], own, N, 20))
+    assert not torch.equal(ids, attentions.passages([text], own, N, 20, seed=1))
+    message = r"length=300 is too long for these texts: the longest of 30 documents has (19\d|20[0-2]) tokens"
+    with pytest.raises(ValueError, match=message):
+        attentions.passages([text], own, 300, 20)
+
+
+def test_command(folder, text, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["spectrum", folder("bert"), "--text", text, "--length", str(N), "--at", "8", "--sentences", "6"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    record = json.loads((out / "spectrum.json").read_text())
+    assert {"command", "commit", "device", "torch", "model", "sentences"} <= record.keys()
+    assert record["sentences"] == 6
+    assert np.array(record["cumulative"]).shape == (3, 2, N)
+    assert f"{np.array(record['cumulative'])[:, :, 7].mean():.3f} of their sum" in (out / "spectrum.md").read_text()
+    for suffix in ("png", "svg"):
+        assert (out / f"spectrum.{suffix}").stat().st_size > 1000
+
+
+def test_claims_are_put_into_words():
+    """A spectrum that falls faster with each layer, and one that does the opposite."""
+    rates = np.array([[1, 2], [3, 4], [5, 6], [7, 8.0]])  # of layers and heads
+    shares = 1 - 0.9 ** (rates[:, :, None] * np.arange(1, 9))
+    for sign, array, verdict in (("", shares, "are lower"), ("-", shares[::-1], "are not lower")):
+        line = figure1.sentences(spectrum.Spectrum(10, *[array] * 5), 4)[2]
+        assert f"its share: {sign}1.00 (over single heads {sign}0.98)" in line
+        assert line.endswith(f"higher layers {verdict} in rank.")
+
+
+def test_ties_share_their_rank():
+    assert spectrum.rank_correlation([1, 1, 2, 2], [5, 6, 7, 8]) == pytest.approx(0.8944, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("linformer", {}, "computes no attention of 24 by 24 tokens"),
+        ("gpt2", {}, "is causal"),
+        ("bert", {"length": 33}, "length=33 is more than the 32 tokens that"),
+        ("bert", {"length": 31, "texts": ["short.txt"]}, "length=31 is too long for these texts"),
+        ("bert", {"at": 24}, "at=24 must be below length=24"),
+        ("bert", {"texts": ["none.txt"]}, "source 'none.txt' does not exist"),
+    ],
+)
+def test_one_sentence(kind, options, message, folder, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    settings = figure1.Settings(**{"model": folder(kind), "texts": [text], "length": N, "at": 8, **options})
+    with pytest.raises(ValueError, match=message):
+        figure1.run(settings, out=tmp_path / "out", command="", console=Console(quiet=True))
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./nothing"])
+def test_no_such_folder(name):
+    with pytest.raises(ValueError, match=f"model='{name}' is no folder"):
+        attentions.load_encoder(name)
