@@ -228,6 +228,40 @@ def bench(
 
 
 @app.command()
+def theorems(
+    model: Annotated[Path | None, typer.Option(help="Folder of an encoder whose q, k, v are tested, too.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text that it reads.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Its layer, from 1; by default the one halfway up.")] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths n, separated by commas.")
+    ] = "128,256,512,1024,2048,4096,8192,16384",
+    dims: Annotated[str, typer.Option(help="Channels d of random heads, separated by commas.")] = "32,64",
+    epsilon: Annotated[str, typer.Option(help="Errors ε, separated by commas.")] = "0.1,0.2,0.5",
+    draws: Annotated[int, typer.Option(help="Draws of R in each setting.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few lengths, draws and steps: a look in seconds.")] = False,
+    out: Out = Path("runs/theorems"),
+) -> None:
+    """The paper's lemma and theorems, tested on random inputs and on a pretrained layer; four minutes on two cores."""
+    from .analysis import theorem_report
+
+    _hide_bars()
+    settings = theorem_report.Settings(
+        lengths=_numbers("lengths", lengths),
+        dims=_numbers("dims", dims),
+        epsilons=_fractions("epsilon", epsilon),
+        draws=draws,
+        seed=seed,
+        model=model,
+        text=text,
+        layer=layer,
+    )
+    if quick:
+        settings = theorem_report.quick(settings)
+    theorem_report.run(settings, out=out, command=_command(), console=console)
+
+
+@app.command()
 def spectrum(
     model: Encoder,
     text: Texts,
@@ -245,6 +279,51 @@ def spectrum(
     _hide_bars()
     settings = figure1.Settings(model, text, length, sentences, at, seed, text_column, workers)
     figure1.run(settings, out=out, command=_command(), console=console)
+
+
+@app.command()
+def lowrank(
+    model: Encoder,
+    text: Texts,
+    projected: Annotated[str, typer.Option(help="Ranks k, separated by commas.")] = "32,64,128,256",
+    length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
+    passages: Annotated[int, typer.Option(help="Passages that errors are measured on.")] = 4,
+    others: Annotated[int, typer.Option(help="Passages that E and F are fitted to beforehand.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps of fitting.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,
+    text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
+    out: Out = Path("runs/lowrank"),
+) -> None:
+    """P replaced by its best rank k in a pretrained encoder (equation 6), beside E and F: error and time."""
+    from .analysis import equation6
+
+    _hide_bars()
+    ranks = _numbers("projected", projected)
+    settings = equation6.Settings(model, text, ranks, length, passages, others, steps, seed, text_column)
+    equation6.run(settings, out=out, command=_command(), console=console)
+
+
+@app.command()
+def choose_k(
+    model: Encoder,
+    text: Texts,
+    energy: Annotated[float | None, typer.Option(help="The share of P's squared singular values to keep.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Or the mean k to spend.")] = None,
+    per: Annotated[str, typer.Option(help="A k for each layer, or for each head.")] = "layer",
+    sharing: Annotated[str, typer.Option(help="How the model to be trained shares E and F.")] = "headwise",
+    length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
+    sentences: Annotated[int, typer.Option(help="How many passages.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,
+    text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
+    out: Out = Path("runs/choose-k"),
+) -> None:
+    """Choose a projected length for each layer or head from the spectra of an encoder, as a config to train."""
+    from .analysis import choose_k, figure1
+
+    _hide_bars()
+    spectrum = figure1.Settings(model, text, length, sentences, 1, seed, text_column)
+    settings = choose_k.Settings(spectrum, energy, budget, per, sharing)
+    choose_k.run(settings, out=out, command=_command(), console=console)
 
 
 def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:
@@ -283,6 +362,13 @@ def _numbers(name: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as 512,1024")
     return numbers
+
+
+def _fractions(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None
 
 
 def main() -> None:

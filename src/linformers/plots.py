@@ -91,6 +91,23 @@ def spectrum(cumulative: Any, std: Any, at: int, path: Path) -> None:
         plt.close(figure)
 
 
+def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
+    """Error and time of approximations of P against k."""
+    with plt.rc_context(LOOK):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
+        _draw(left, errors, marker="o", markersize=3)
+        left.set(title="Error of P V", xlabel="k", ylabel="relative to P V", ylim=(0, None))
+        _draw(right, milliseconds, marker="o", markersize=3)
+        right.set(title="Attention of one layer", xlabel="k", ylabel="ms", yscale="log")
+        right.yaxis.set_major_formatter("{x:g}")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.minorticks_off()
+        figure.savefig(path)
+        plt.close(figure)
+
+
 def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
@@ -115,3 +132,22 @@ def _draw(axes: Any, curves: Curves, **style: Any) -> None:
         line = "--" if name.endswith(COMPILED) else "-"
         axes.plot(*zip(*points, strict=True), line, color=colour, lw=width, label=name, **style)
     axes.legend(fontsize=7 if len(curves) > 5 else None)
+
+
+def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> None:
+    """Errors against n, δ and k, a panel for each pair of curves and labels; what a curve must beat is grey."""
+    colours = (*LINFORMERS, TRANSFORMERS["Transformer"], TRANSFORMERS["RoBERTa, SDPA"])
+    with plt.rc_context(LOOK):
+        figure, places = plt.subplots(2, 2, figsize=(9.6, 7.6), layout="constrained")
+        for axes, (curves, labels) in zip(places.flat, panels, strict=True):
+            own = iter(colours * len(curves))
+            for name, points in curves.items():
+                grey = name.startswith(("zeros", "mean of", "ε"))
+                line = "--" if name.startswith("ε") else ":" if grey else "o-"
+                colour = "#999999" if grey else next(own)
+                axes.plot(*zip(*points, strict=True), line, color=colour, label=name, lw=1.5, markersize=3)
+            axes.set(xscale="log", yscale="log", **labels)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.legend(fontsize=6)
+        figure.savefig(path)
+        plt.close(figure)

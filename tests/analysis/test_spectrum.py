@@ -6,83 +6,14 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    DistilBertModel,
-    GPT2Config,
-    GPT2Model,
-    MPNetConfig,
-    MPNetModel,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaModel,
-)
 from typer.testing import CliRunner
 
-from linformers import LinformerConfig, LinformerModel
 from linformers.analysis import attentions, figure1, spectrum
 from linformers.cli import app
 
-WORDS = [f"w{i}" for i in range(90)]
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+from .conftest import tokenizer
+
 N = 24
-
-
-def tokenizer():
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<pad>", *WORDS])}, "<unk>")
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", model_max_length=32)
-
-
-def encoder(kind):
-    torch.manual_seed(0)
-    config = {**SIZES, "max_position_embeddings": 40}
-    model = {
-        "bert": lambda: BertModel(BertConfig(**config)),
-        "roberta": lambda: RobertaModel(RobertaConfig(**config)),
-        "mpnet": lambda: MPNetModel(MPNetConfig(**config)),
-        "distilbert": lambda: DistilBertModel(
-            DistilBertConfig(vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40)
-        ),
-        "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
-        "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
-        "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),
-    }[kind]()
-    for parameter in model.parameters():  # far from uniform attention
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.5)
-    return model
-
-
-@pytest.fixture
-def folder(tmp_path):
-    def save(kind):
-        encoder(kind).save_pretrained(tmp_path / kind)
-        tokenizer().save_pretrained(tmp_path / kind)
-        return str(tmp_path / kind)
-
-    return save
-
-
-@pytest.fixture
-def text(tmp_path):
-    rng = np.random.default_rng(0)
-    documents = [{"text": " ".join(rng.choice(WORDS, rng.integers(10, 200)))} for _ in range(30)]
-    path = tmp_path / "text.jsonl"
-    path.write_text("\n".join(map(json.dumps, documents)))
-    return str(path)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 50, 50), (40, 30), (30, 40), (300, 300)])

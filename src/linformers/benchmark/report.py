@@ -295,9 +295,11 @@ def saving_table(cells: Sequence[Cell], n: int) -> Table:
     return table
 
 
-def markdown(tables: Sequence[Table], sentences: Sequence[str], where: dict[str, Any]) -> str:
+def markdown(
+    tables: Sequence[Table], sentences: Sequence[str], where: dict[str, Any], title: str = "Efficiency"
+) -> str:
     """The tables and sentences as a page, with where the numbers come from."""
-    lines = ["# Efficiency", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
+    lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
     for table in tables:
         columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
         header, *rows = zip(*columns, strict=True)

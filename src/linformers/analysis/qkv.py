@@ -1,0 +1,151 @@
+"""The Q W_Q, K W_K and V W_V of one head: drawn at random, or of a layer of a pretrained encoder."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..checks import check_size
+from .attentions import load_encoder, longest
+
+# What encoders call the maps of queries, keys and values.
+NAMES = (("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
+# Entries of P that exist at once.
+BLOCK = 2**24
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head on one input; `query`, `key` and `value` are (n, d)."""
+
+    name: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def n(self) -> int:
+        return self.value.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.value.shape[1]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The chosen rows of A = Q Kᵀ / √d, (rows, n)."""
+        return self.query[rows] @ self.key.T / math.sqrt(self.d)
+
+
+def random_head(n: int, d: int, rng: np.random.Generator) -> Head:
+    """Independent standard normal queries, keys and values: the logits have about unit variance."""
+    check_size("n", n)
+    check_size("d", d)
+    return Head("random", *(normals(rng, n, d) for _ in range(3)))
+
+
+def generator(seed: int, *words: object) -> np.random.Generator:
+    """The stream of random numbers that belongs to these words: what is drawn elsewhere does not change it."""
+    return np.random.default_rng([seed, zlib.crc32(repr(words).encode())])
+
+
+def normals(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
+
+def blocks(head: Head) -> Iterator[Tensor]:
+    """P, a few rows at a time, so that it never exists as a whole."""
+    for rows in torch.arange(head.n).split(max(1, BLOCK // head.n)):
+        yield head.logits(rows).softmax(-1)
+
+
+def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int, name: str) -> list[Head]:
+    """All heads of a layer, counted from 1, on the tokens `ids` (n,).
+
+    A bias on the logits, such as MPNet's relative positions, belongs to neither Q nor K and is left out.
+    """
+    maps = _layers(model, name)
+    if not 1 <= layer <= len(maps):
+        raise ValueError(f"layer={layer} must lie between 1 and {len(maps)}, the layers of model={name!r}")
+    seen: dict[int, Tensor] = {}
+    handles = [
+        module.register_forward_hook(lambda _module, _args, output, place=place: seen.update({place: output.detach()}))
+        for place, module in enumerate(maps[layer - 1])
+    ]
+    try:
+        with torch.no_grad():
+            model(ids[None].to(model.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    heads = model.config.num_attention_heads
+    per_head = [seen[place][0].cpu().float().unflatten(-1, (heads, -1)).unbind(1) for place in range(3)]
+    return [Head(f"layer {layer} head {i}", *parts) for i, parts in enumerate(zip(*per_head, strict=True), 1)]
+
+
+def _layers(model: PreTrainedModel, name: str) -> list[list[nn.Module]]:
+    """The maps of queries, keys and values of each layer, found by their names."""
+    modules = dict(model.named_modules())
+    for names in NAMES:
+        parents = [path.removesuffix(names[0]) for path in modules if path.split(".")[-1] == names[0]]
+        layers = [[modules[parent + own] for own in names] for parent in parents if parent + names[2] in modules]
+        if layers and all(isinstance(module, nn.Linear) for layer in layers for module in layer):
+            return layers
+    raise ValueError(
+        f"model={name!r} has no linear maps called {', '.join('/'.join(names) for names in NAMES)}, so its queries, "
+        "keys and values cannot be taken; take an encoder such as BERT, RoBERTa, DistilBERT or MPNet"
+    )
+
+
+def entropy(head: Head) -> float:
+    """The mean over rows of the entropy of P, in nats: log n where attention is uniform, 0 where it is sharp."""
+    return sum(float(torch.special.entr(rows).sum()) for rows in blocks(head)) / head.n
+
+
+@dataclass(frozen=True)
+class Passages:
+    """What real inputs are made of: an encoder and the tokens of two passages that follow each other."""
+
+    name: str
+    model: PreTrainedModel
+    first: Tensor
+    second: Tensor
+
+    @property
+    def longest(self) -> int:
+        return len(self.first)
+
+    def heads(self, n: int, layer: int, *, other: bool = False) -> list[Head]:
+        ids = self.second if other else self.first
+        return layer_heads(self.model, ids[:n], layer, self.name)
+
+    @property
+    def middle(self) -> int:
+        """The layer halfway up."""
+        return (len(_layers(self.model, self.name)) + 1) // 2
+
+
+def read_passages(folder: Path, text: Path, length: int) -> Passages:
+    """Load an encoder and cut two passages of up to `length` tokens from the start of a text."""
+    if not text.is_file():
+        raise ValueError(f"text={str(text)!r} does not exist, or is no file")
+    model, tokenizer = load_encoder(str(folder))
+    start = text.read_text(encoding="utf-8")[: 100 * length]
+    ids = torch.tensor(tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"])
+    n = min(length, longest(model, tokenizer), len(ids) // 2)
+    if n < 2:
+        raise ValueError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")
+    return Passages(folder.name, model, ids[:n], ids[n : 2 * n])
+
+
+def pick_heads(heads: list[Head]) -> dict[str, int]:
+    """The sharpest, the median and the most diffuse head, by the entropy of P."""
+    order = sorted(range(len(heads)), key=lambda i: entropy(heads[i]))
+    return {"sharpest": order[0], "median": order[len(order) // 2], "most diffuse": order[-1]}
