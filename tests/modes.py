@@ -10,6 +10,7 @@ PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity")
 # All sharing × projection modes, E from a Gaussian, projected lengths that differ by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]
 GAUSSIAN = [{"projection": "linear", "sharing": s, "projection_init": "gaussian"} for s in SHARINGS]
+STRIDE = [{"projection": "linear", "sharing": s, "projection_init": "stride"} for s in ("none", "headwise")]
 NON_UNIFORM = [
     {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
     {"projection": "linear", "sharing": "headwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
@@ -35,7 +36,7 @@ LOCAL = [
     {"projection": "none", "local_window": 2},
     {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
 ]
-ALL = UNIFORM + GAUSSIAN + NON_UNIFORM + LOCAL
+ALL = UNIFORM + GAUSSIAN + STRIDE + NON_UNIFORM + LOCAL
 
 
 def name(mode: dict) -> str:

@@ -69,7 +69,7 @@ def refused(message, error=ValueError):
             "sharing='layer-wise' is not one of 'none', 'headwise', 'key-value', 'layerwise'; did",
         ),
         ({"projection": "liner"}, "projection='liner' is not one of"),
-        ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'gaussian'; did you mean"),
+        ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'stride', 'gaussian'"),
         ({"hidden_act": "gelo"}, "hidden_act='gelo' is not one of"),
         ({"projection_scale": 0}, "projection_scale=0 must be a positive number, or None for 0.12·k/n"),
         ({"hidden_dropout_prob": 1.5}, "hidden_dropout_prob=1.5 must be a probability"),

@@ -58,7 +58,7 @@ def test_definition_notices_a_difference():
 
 
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (13, 5), (11, 10), (12, 11), (11, 11), (5, 1), (1, 1), (31, 17)])
-@pytest.mark.parametrize("init", ["window", "gaussian"])
+@pytest.mark.parametrize("init", ["window", "stride", "gaussian"])
 def test_prime_and_adjacent_sizes(n, k, init):
     attention = layer(max_length=n, projected_length=k, projection_init=init)
     x = torch.randn(2, n, 16, dtype=torch.double)
@@ -134,6 +134,21 @@ def test_windows(n, k):
         for j in range(k):
             assert E0[r, j].item() == pytest.approx(1 / owner.count(j) if owner[r] == j else 0)
     assert torch.equal(LinearProjection(n, k)(n), E0)
+
+
+@pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])
+def test_strides_together_see_all_tokens(sharing):
+    """Each projected token is one token of its window; four layers, or the four heads of one, take all of n/k = 3."""
+    model = LinformerModel(modes.config(projection_init="stride", sharing=sharing, num_hidden_layers=4))
+    seen = torch.zeros(12)
+    for E, F in model.projections(12)[: 1 if sharing == "none" else 4]:
+        assert torch.equal(E, F)
+        for matrix in E.flatten(0, -3) if E.dim() == 3 else [E]:
+            places, slots = matrix.nonzero().unbind(1)
+            assert (matrix[places, slots] == 1).all()
+            assert slots.tolist() == (places // 3).tolist() == [0, 1, 2, 3]
+            seen[places] += 1
+    assert (seen > 0).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(512, 128), (4096, 64)])

@@ -15,7 +15,7 @@ from .checks import check_choice, check_positive, check_probability, check_size,
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
-PROJECTION_INITS = ("window", "gaussian")
+PROJECTION_INITS = ("window", "stride", "gaussian")
 
 # Projections whose windows have the fixed size n/k, which must therefore be whole.
 WINDOWED = ("mean", "max", "conv")
@@ -87,8 +87,9 @@ class LinformerConfig(PreTrainedConfig):
             keys at all, only those in the local window.
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
             or one per layer; 0 is the paper's model.
-        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"gaussian"` as
-            $N(0, 1/n)$.
+        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"stride"` with one token of
+            each window as it is (another one in the next layer and, where heads have their own E, in the next head),
+            `"gaussian"` as $N(0, 1/n)$.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
             becomes $0.12\,k/n$, with the largest k.
         embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.

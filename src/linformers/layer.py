@@ -43,7 +43,7 @@ class LinformerAttention(ProjectedAttention):
         sharing: `"none"`, `"headwise"` or `"key-value"`; `"layerwise"` is `"key-value"` in a single layer.
         projection: `"linear"`, `"mean"`, `"max"`, `"conv"`, `"dynamic"`, `"identity"` (standard attention) or `"none"`
             (no projected keys, only the local window).
-        projection_init: `"window"` or `"gaussian"`.
+        projection_init: `"window"`, `"stride"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.

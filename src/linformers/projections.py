@@ -76,7 +76,7 @@ class LinearMap(SequenceMap):
 
     Args:
         max_length: n.
-        init: how E started, `"window"` or `"gaussian"`; under the latter every column has a share of every token.
+        init: how E started; under `"gaussian"` every column has a share of every token.
     """
 
     commutes = True
@@ -99,13 +99,13 @@ class LinearMap(SequenceMap):
             return projected
         means = projected.unflatten(-2, (k, ratio)).mean(-2)
         # A mean of independent columns is smaller than each of them, a mean of windows is a larger window.
-        return means if self.init == "window" else means * ratio**0.5
+        return means * ratio**0.5 if self.init == "gaussian" else means
 
     def num_slots(self, seq_len: int, k: int) -> int:
         return k
 
     def filled_slots(self, length: T, k: int) -> T:
-        return super().filled_slots(length, k) if self.init == "window" else (length > 0) * k
+        return (length > 0) * k if self.init == "gaussian" else super().filled_slots(length, k)
 
 
 class DynamicMap(LinearMap):
@@ -233,36 +233,40 @@ def sequence_map(projection: str, max_length: int, init: str) -> SequenceMap:
 class LinearProjection(nn.Module):
     r"""A learned matrix $E = E_0 + s \Delta$, (n, k), of which Δ is learned.
 
-    Under `init="window"`, $E_0$ averages the tokens of each window and Δ starts at 0; under `"gaussian"`, $E_0 = 0$
-    and E starts as $N(0, 1/n)$. Since an optimiser like Adam moves all weights alike, s is the learning rate of E
-    relative to that of other weights.
+    Under `init="window"`, $E_0$ averages the tokens of each window of n/k; under `"stride"` it takes one of them as it
+    is; both times Δ starts at 0. Under `"gaussian"`, $E_0 = 0$ and E starts as $N(0, 1/n)$. Since an optimiser like
+    Adam moves all weights alike, s is the learning rate of E relative to that of other weights.
 
     Args:
         max_length: n.
         projected_length: k.
-        init: `"window"` or `"gaussian"`.
+        init: `"window"`, `"stride"` or `"gaussian"`.
         scale: s.
+        offset: which token of each window a stride takes, counted round and round.
     """
 
-    def __init__(self, max_length: int, projected_length: int, init: str = "window", scale: float = 0.03) -> None:
+    def __init__(
+        self, max_length: int, projected_length: int, init: str = "window", scale: float = 0.03, offset: int = 0
+    ) -> None:
         super().__init__()
         self.init = init
         self.scale = scale
+        self.offset = offset
         self.delta = nn.Parameter(torch.empty(max_length, projected_length))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.init == "window":
-            nn.init.zeros_(self.delta)
-        else:
+        if self.init == "gaussian":
             nn.init.normal_(self.delta, std=len(self.delta) ** -0.5 / self.scale)
+        else:
+            nn.init.zeros_(self.delta)
 
     def forward(self, seq_len: int) -> Tensor:
         """The first `seq_len` rows of E."""
         E = self.scale * self.delta[:seq_len]
-        if self.init == "window":
-            n, k = self.delta.shape
-            E = E + window_matrix(n, k, seq_len, E.device).to(E.dtype)
+        if self.init != "gaussian":
+            (n, k), offset = self.delta.shape, self.offset if self.init == "stride" else None
+            E = E + window_matrix(n, k, seq_len, E.device, offset).to(E.dtype)
         return E
 
     @torch.no_grad()
@@ -377,19 +381,26 @@ class Projections(nn.ModuleList):
         scale: float | None,
     ) -> None:
         largest = [max(heads) for heads in projected_lengths]
+        # Strides of neighbouring layers, and of the heads of a layer, take different tokens: together they see all.
         match sharing:
             case "none":
-                sizes = [k for heads in projected_lengths for k in (*heads, *heads)]
+                owners = [
+                    (k, layer + head)
+                    for layer, heads in enumerate(projected_lengths)
+                    for _ in ("E", "F")
+                    for head, k in enumerate(heads)
+                ]
             case "headwise":
-                sizes = [k for k in largest for _ in ("E", "F")]
+                owners = [(k, layer) for layer, k in enumerate(largest) for _ in ("E", "F")]
             case "key-value":
-                sizes = largest
+                owners = [(k, layer) for layer, k in enumerate(largest)]
             case _:
-                sizes = [max(largest)]
+                owners = [(max(largest), 0)]
+        sizes = [k for k, _ in owners]
         match projection:
             case "linear":
                 assert scale is not None
-                modules: list[nn.Module] = [LinearProjection(max_length, k, init, scale) for k in sizes]
+                modules: list[nn.Module] = [LinearProjection(max_length, k, init, scale, place) for k, place in owners]
             case "conv":
                 modules = [ConvProjection(max_length, k, head_dim) for k in sizes]
             case "dynamic":
@@ -431,12 +442,21 @@ def working_dtype(tokens: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
 
 
-def window_matrix(n: int, k: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
-    """The first `seq_len` rows of E₀: column j averages the rows r with ⌊r·k/n⌋ = j, also where k does not divide n."""
-    owner = torch.arange(seq_len, device=device) * k // n  # (n,)
-    size = ((owner + 1) * n + k - 1) // k - (owner * n + k - 1) // k
+def window_matrix(
+    n: int, k: int, seq_len: int, device: torch.device | str = "cpu", offset: int | None = None
+) -> Tensor:
+    """The first `seq_len` rows of E₀: column j averages the rows r with ⌊r·k/n⌋ = j, also where k does not divide n.
+
+    With an offset it takes the row of that number among them instead, counted round and round.
+    """
+    rows = torch.arange(seq_len, device=device)
+    owner = rows * k // n  # (n,)
+    first = (owner * n + k - 1) // k
+    size = ((owner + 1) * n + k - 1) // k - first
     owned = owner[:, None] == torch.arange(k, device=device)  # (n, k)
-    return torch.where(owned, 1 / size[:, None], 0)
+    if offset is None:
+        return torch.where(owned, 1 / size[:, None], 0)
+    return (owned & (rows - first == offset % size)[:, None]).to(torch.get_default_dtype())
 
 
 def overlap(new: int, old: int) -> Tensor:
