@@ -321,3 +321,46 @@ def test_table_3(tmp_path, monkeypatch, capsys):
     assert "| 65536 | too little memory (20×) |" in page
     assert "time: 1 of 2 cells that fit into memory are beaten; not: n=512, k=256." in page
     assert "memory: 2 of 2 cells that fit into memory are beaten." in page
+
+
+def test_recall(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import recall
+
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(500)))
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), "--train", "40", "--test", "8", "--words", "50"]
+    monkeypatch.setattr("sys.argv", ["recall.py", *arguments, "--from", "30", "--to", "40"])
+    recall.main()
+    lines = "".join((tmp_path / "out" / name).read_text() for name in ("train.jsonl", "test.jsonl")).splitlines()
+    examples = [json.loads(line) for line in lines]
+    assert len(examples) == 48
+    assert [sum(e["label"] == secret for e in examples) for secret in recall.SECRETS] == [6] * 8
+    for example in examples:
+        before, after = example["text"].split(f"The secret word is {example['label']}.")
+        assert 30 <= len(before.split()) <= 40
+        assert len(before.split()) + len(after.split()) == 50
+
+
+def test_quality(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import quality
+
+    def write(name, *perplexities, speed):
+        (tmp_path / name).mkdir()
+        records = [{"step": 50, "loss": 1.0, "tokens_per_second": speed}]
+        records += [{"step": 100 * i, "perplexity": value} for i, value in enumerate(perplexities, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    for seed in (0, 1):
+        write(f"twin-s{seed}", 200.0, 40.0 + 2 * seed, speed=1000.0)
+        write(f"local-s{seed}", 100.0, 30.0 + 4 * seed, speed=500.0)
+    write("broken-s0", speed=1.0)
+    monkeypatch.setattr("sys.argv", ["quality.py", str(tmp_path), "--tokens", "10", "--out", str(tmp_path / "out")])
+    quality.main()
+    page = (tmp_path / "out" / "quality.md").read_text()
+    assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.0 |" in page
+    assert "| local | 2 | 32.0 ± 2.8 | 0.78 | 2.0 |" in page
+    assert "broken has no perplexity and is left out." in page
+    record = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert record["variants"]["local"]["curve"] == [[100, 100.0], [200, 32.0]]
+    assert (tmp_path / "out" / "quality.png").stat().st_size > 1000

@@ -108,6 +108,22 @@ def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
         plt.close(figure)
 
 
+def quality(against_steps: Curves, against_minutes: Curves, path: Path) -> None:
+    """Validation perplexity of several models against the step, and against the time of training."""
+    with plt.rc_context(LOOK):
+        figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.8), layout="constrained", sharey=True)
+        for place, curves, label in zip(
+            axes, (against_steps, against_minutes), ("step", "minutes of training"), strict=True
+        ):
+            _draw(place, curves, marker="o", markersize=3)
+            place.set(xlabel=label, yscale="log")
+        axes[0].set(title="Quality", ylabel="validation perplexity")
+        axes[0].yaxis.set_major_formatter("{x:g}")
+        axes[0].yaxis.set_minor_formatter("{x:g}")
+        figure.savefig(path)
+        plt.close(figure)
+
+
 def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
@@ -147,7 +163,13 @@ def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> 
                 colour = "#999999" if grey else next(own)
                 axes.plot(*zip(*points, strict=True), line, color=colour, label=name, lw=1.5, markersize=3)
             axes.set(xscale="log", yscale="log", **labels)
-            axes.yaxis.set_major_formatter("{x:g}")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter("")
+            low, high = axes.get_ylim()
+            if high < 100 * low:  # a single power of ten says little
+                axes.set_yticks([size * 10.0**power for power in range(-3, 3) for size in (1, 2, 5)])
+                axes.set_ylim(low, high)
             axes.legend(fontsize=6)
         figure.savefig(path)
         plt.close(figure)
