@@ -11,6 +11,8 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    FNetConfig,
+    FNetModel,
     GPT2Config,
     GPT2Model,
     MPNetConfig,
@@ -50,6 +52,9 @@ def encoder(kind):
         "mpnet": lambda: MPNetModel(MPNetConfig(**config)),
         "distilbert": lambda: DistilBertModel(
             DistilBertConfig(vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40)
+        ),
+        "fnet": lambda: FNetModel(
+            FNetConfig(vocab_size=100, hidden_size=16, num_hidden_layers=2, intermediate_size=16)
         ),
         "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
         "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),

@@ -124,7 +124,8 @@ def test_ties_share_their_rank():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("linformer", {}, "computes no attention of 24 by 24 tokens"),
+        ("linformer", {}, "is a Linformer, whose attention is onto projected keys"),
+        ("fnet", {}, "computes no attention of 24 by 24 tokens"),
         ("gpt2", {}, "is causal"),
         ("bert", {"length": 33}, "length=33 is more than the 32 tokens that"),
         ("bert", {"length": 31, "texts": ["short.txt"]}, "length=31 is too long for these texts"),

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import check_size
+from ..config import LinformerConfig
 from ..training import sources
 
 # Called with the number of a layer and its P, (b, h, n, n); may return what to put in its place.
@@ -31,10 +32,17 @@ def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel,
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"model={name!r} is a decoder; the analysis is of encoders, whose queries see all keys")
+        if isinstance(config, LinformerConfig) and config.projection != "identity":
+            raise ValueError(
+                f"model={name!r} is a Linformer, whose attention is onto projected keys; take an encoder with full "
+                "attention, such as RoBERTa or a twin (projection='identity')"
+            )
         model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager")
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, KeyError) as error:
-        raise ValueError(f"model={name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        where = "cannot be loaded" if Path(name).is_dir() else "is no folder, and the hub does not give it"
+        raise ValueError(f"model={name!r} {where}: {reason}") from None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device).eval(), tokenizer
 
@@ -117,7 +125,7 @@ def check_watchable(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[int
     if not shapes:
         raise ValueError(
             f"model={name!r} computes no attention of {length} by {length} tokens, so there is nothing to look at; "
-            "take an encoder with full attention, such as RoBERTa or a twin (projection='identity')"
+            "take an encoder with full attention, such as RoBERTa"
         )
     if causal:
         raise ValueError(f"model={name!r} is causal: its queries do not see the keys behind them; take an encoder")
