@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from ..benchmark.measure import interleaved
 from ..projections import window_matrix
 from .attentions import watching
-from .qkv import _layers as maps_of
+from .qkv import Recorder
 
 SVD, POOLED, UNIFORM = "best rank k (SVD)", "E, F means over windows", "uniform average"
 OWN, OTHERS = "E, F fitted to the passage", "E, F fitted to other passages"
@@ -47,33 +47,6 @@ class Loss:
     k: int
     heads: float
     model: float
-
-
-class Recorder:
-    """The queries, keys and values (b, h, n, d) of each layer while a model computes."""
-
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        self.maps, self.heads = maps_of(model, name), model.config.num_attention_heads
-        self.seen: list[list[Tensor]] = [[] for _ in self.maps]
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> Recorder:
-        for layer, modules in enumerate(self.maps):
-            self.seen[layer] = [torch.empty(0)] * len(modules)
-            for place, module in enumerate(modules):
-                self.handles.append(module.register_forward_hook(self._keep(layer, place)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
-    def _keep(self, layer: int, place: int) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            self.seen[layer][place] = output.detach().unflatten(-1, (self.heads, -1)).transpose(1, 2).float()
-
-        return keep
 
 
 def low_rank(probs: Tensor, k: int) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from .attentions import load_encoder, longest
 
 # What encoders call the maps of queries, keys and values.
 NAMES = (("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
+RANDOM = "random"
 # Entries of P that exist at once.
 BLOCK = 2**24
 
@@ -44,11 +46,12 @@ class Head:
         return self.query[rows] @ self.key.T / math.sqrt(self.d)
 
 
-def random_head(n: int, d: int, rng: np.random.Generator) -> Head:
-    """Independent standard normal queries, keys and values: the logits have about unit variance."""
+def random_head(n: int, d: int, rng: np.random.Generator, mean: float = 0.0) -> Head:
+    """Independent normal queries, keys and values of unit variance, so that logits have it, too; values have a mean."""
     check_size("n", n)
     check_size("d", d)
-    return Head("random", *(normals(rng, n, d) for _ in range(3)))
+    query, key, value = (normals(rng, n, d) for _ in range(3))
+    return Head(f"{RANDOM}, values of mean {mean:g}" if mean else RANDOM, query, key, value + mean)
 
 
 def generator(seed: int, *words: object) -> np.random.Generator:
@@ -71,26 +74,42 @@ def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int, name: str) -> l
 
     A bias on the logits, such as MPNet's relative positions, belongs to neither Q nor K and is left out.
     """
-    maps = _layers(model, name)
+    maps = maps_of(model, name)
     if not 1 <= layer <= len(maps):
         raise ValueError(f"layer={layer} must lie between 1 and {len(maps)}, the layers of model={name!r}")
-    seen: dict[int, Tensor] = {}
-    handles = [
-        module.register_forward_hook(lambda _module, _args, output, place=place: seen.update({place: output.detach()}))
-        for place, module in enumerate(maps[layer - 1])
-    ]
-    try:
-        with torch.no_grad():
-            model(ids[None].to(model.device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    heads = model.config.num_attention_heads
-    per_head = [seen[place][0].cpu().float().unflatten(-1, (heads, -1)).unbind(1) for place in range(3)]
+    with torch.no_grad(), Recorder(model, name) as recorder:
+        model(ids[None].to(model.device))
+    per_head = [tensor[0].cpu().unbind(0) for tensor in recorder.seen[layer - 1]]
     return [Head(f"layer {layer} head {i}", *parts) for i, parts in enumerate(zip(*per_head, strict=True), 1)]
 
 
-def _layers(model: PreTrainedModel, name: str) -> list[list[nn.Module]]:
+class Recorder:
+    """Keeps the queries, keys and values (b, h, n, d) of each layer while a model computes."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self.maps, self.heads = maps_of(model, name), model.config.num_attention_heads
+        self.seen: list[list[Tensor]] = [[torch.empty(0)] * len(modules) for modules in self.maps]
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        for layer, modules in enumerate(self.maps):
+            for place, module in enumerate(modules):
+                self.handles.append(module.register_forward_hook(self._keep(layer, place)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _keep(self, layer: int, place: int) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.seen[layer][place] = output.detach().unflatten(-1, (self.heads, -1)).transpose(1, 2).float()
+
+        return keep
+
+
+def maps_of(model: PreTrainedModel, name: str) -> list[list[nn.Module]]:
     """The maps of queries, keys and values of each layer, found by their names."""
     modules = dict(model.named_modules())
     for names in NAMES:
@@ -129,7 +148,7 @@ class Passages:
     @property
     def middle(self) -> int:
         """The layer halfway up."""
-        return (len(_layers(self.model, self.name)) + 1) // 2
+        return (len(maps_of(self.model, self.name)) + 1) // 2
 
 
 def read_passages(folder: Path, text: Path, length: int) -> Passages:
