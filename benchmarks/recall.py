@@ -26,9 +26,8 @@ SECRETS = ("tiger", "river", "copper", "garden", "winter", "engine", "silver", "
 
 
 def passages(texts: Sequence[str | Path], words: int) -> Generator[list[str], None, None]:
-    """Running text in pieces of so many words, over and over where it does not suffice."""
-    files = sources.find_files(texts)
-    for path in itertools.cycle(files):
+    """Running text in pieces of so many words."""
+    for path in sources.find_files(texts):
         for document in sources.documents(path):
             own = document.split()
             for start in range(0, len(own) - words + 1, words):
@@ -45,6 +44,11 @@ def examples(texts: Sequence[str | Path], count: int, words: int, nearest: int, 
             place = rng.randint(nearest, furthest)
             text = " ".join([*piece[:place], f"The secret word is {secret}.", *piece[place:]])
             found.append({"text": text, "label": secret})
+    if len(found) < count:
+        raise ValueError(
+            f"the texts have {len(found)} passages of {words} words, but {count} are needed; name more texts, or lower "
+            "--train, --test or --words"
+        )
     rng.shuffle(found)
     return found
 
@@ -63,11 +67,15 @@ def main() -> None:
     if not 0 <= options.nearest <= options.furthest <= options.words:
         parser.error(f"--from {options.nearest} and --to {options.furthest} must lie within --words {options.words}")
     count = options.train + options.test
-    found = examples(options.texts, count, options.words, options.nearest, options.furthest, options.seed)
+    try:
+        found = examples(options.texts, count, options.words, options.nearest, options.furthest, options.seed)
+    except ValueError as error:
+        parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     for name, part in (("test", found[: options.test]), ("train", found[options.test :])):
         with (options.out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(example) + "\n" for example in track(part, name))
+    print(f"Written to {options.out}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/table3.py DIR
 
 The paper gives, for each (n, k), how many times less time and memory a Linformer takes in inference than a Transformer
-with unfused attention; memory is measured by the largest batch that fits.
+with unfused attention; memory is measured by the largest batch that fits. Where our own is "none", it was not measured
+or the Transformer did not fit into memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def table_of(ours: dict[tuple[int, int], float], measure: str) -> Table:
     table = Table("n", *(f"k={k}" for k in PROJECTED), title=f"Inference, {measure} saved: ours (the paper's)")
     for n, row in PAPER[measure].items():
         cells = [
-            f"{f'{ours[n, k]:.1f}×' if (n, k) in ours else 'too little memory'} ({paper}×)"
+            f"{f'{ours[n, k]:.1f}×' if (n, k) in ours else 'none'} ({paper}×)"
             for k, paper in zip(PROJECTED, row, strict=False)
         ]
         table.add_row(str(n), *cells, *["–"] * (len(PROJECTED) - len(cells)))
@@ -72,8 +73,10 @@ def verdict(ours: dict[tuple[int, int], float], measure: str) -> str:
     """How many cells of the paper are beaten, and which are not."""
     paper = {(n, k): x for n, row in PAPER[measure].items() for k, x in zip(PROJECTED, row, strict=False)}
     both = [place for place in paper if place in ours]
+    if not both:
+        return f"{measure}: no cell of the paper's table was measured, for a Transformer and a Linformer alike."
     missed = [f"n={n}, k={k}" for n, k in both if ours[n, k] <= paper[n, k]]
-    line = f"{measure}: {len(both) - len(missed)} of {len(both)} cells that fit into memory are beaten"
+    line = f"{measure}: {len(both) - len(missed)} of {len(both)} cells that were measured and fit are beaten"
     return f"{line}; not: {'; '.join(missed)}." if missed else f"{line}."
 
 
@@ -81,6 +84,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("folder", type=Path, help="what `linformers bench --out` was given")
     folder = parser.parse_args().folder
+    if not (folder / "efficiency.json").is_file():
+        parser.error(f"{folder} has no efficiency.json, which `linformers bench --out {folder}` writes")
     record = json.loads((folder / "efficiency.json").read_text())
     ours = {measure: savings(record["lengths"], measure) for measure in PAPER}
     tables = [table_of(ours[measure], measure) for measure in PAPER]

@@ -67,6 +67,12 @@ def test_what_was_measured_before_a_crash_is_there(monkeypatch, tmp_path):
     assert [cell["task"] for cell in cells] == ["inference", "training"]
 
 
+def test_what_cannot_be_made_is_refused_before_measuring():
+    settings = report.Settings([64], [7], tokens=64, layers=1, hidden=64, projection="mean")
+    with pytest.raises(ValueError, match="projected_length=7 does not divide"):
+        settings.check()
+
+
 def test_a_copy_of_the_code_is_told_its_commit(monkeypatch):
     monkeypatch.setenv("LINFORMERS_COMMIT", "0123abc")
     assert provenance.commit() == "0123abc"
@@ -318,16 +324,16 @@ def test_table_3(tmp_path, monkeypatch, capsys):
     table3.main()
     page = (tmp_path / "table3.md").read_text()
     assert "| 512 | 1.6× (1.5×) | 1.1× (1.3×) | – |" in page
-    assert "| 65536 | too little memory (20×) |" in page
-    assert "time: 1 of 2 cells that fit into memory are beaten; not: n=512, k=256." in page
-    assert "memory: 2 of 2 cells that fit into memory are beaten." in page
+    assert "| 65536 | none (20×) |" in page
+    assert "time: 1 of 2 cells that were measured and fit are beaten; not: n=512, k=256." in page
+    assert "memory: 2 of 2 cells that were measured and fit are beaten." in page
 
 
 def test_recall(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import recall
 
-    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(500)))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(2400)))
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), "--train", "40", "--test", "8", "--words", "50"]
     monkeypatch.setattr("sys.argv", ["recall.py", *arguments, "--from", "30", "--to", "40"])
     recall.main()
@@ -339,6 +345,9 @@ def test_recall(tmp_path, monkeypatch):
         before, after = example["text"].split(f"The secret word is {example['label']}.")
         assert 30 <= len(before.split()) <= 40
         assert len(before.split()) + len(after.split()) == 50
+    assert len({example["text"][:20] for example in examples}) == 48
+    with pytest.raises(ValueError, match="the texts have 48 passages of 50 words, but 49 are needed"):
+        recall.examples([tmp_path / "text.txt"], 49, 50, 30, 40, 0)
 
 
 def test_quality(tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ def bench(
 @app.command()
 def theorems(
     model: Annotated[Path | None, typer.Option(help="Folder of an encoder whose q, k, v are tested, too.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text that it reads.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text that it reads: a file or a folder.")] = None,
     layer: Annotated[int | None, typer.Option(help="Its layer, from 1; by default the one halfway up.")] = None,
     lengths: Annotated[
         str, typer.Option(help="Sequence lengths n, separated by commas.")
@@ -289,7 +289,7 @@ def lowrank(
     length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
     passages: Annotated[int, typer.Option(help="Passages that errors are measured on.")] = 4,
     others: Annotated[int, typer.Option(help="Passages that E and F are fitted to beforehand.")] = 64,
-    steps: Annotated[int, typer.Option(help="Steps of fitting.")] = 200,
+    steps: Annotated[int, typer.Option(help="Steps of fitting.")] = 300,
     seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,
     text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
     out: Out = Path("runs/lowrank"),

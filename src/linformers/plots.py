@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 
 matplotlib.use("Agg")
 
@@ -34,13 +35,16 @@ COMPILED = ", compiled"
 LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057")
 
 
-def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, losses: Curves | None = None) -> None:
+def efficiency(
+    milliseconds: Curves, mebibytes: Curves, path: Path, losses: Curves | None = None, *, tokens_fixed: bool = True
+) -> None:
     """Time and memory of a pass against n and, where there are any, training losses against the step."""
+    xlabel = f"sequence length n ({'tokens in a pass fixed' if tokens_fixed else 'one sequence in a pass'})"
     with plt.rc_context(LOOK):
         count = 2 if losses is None else 3
         figure, axes = plt.subplots(1, count, figsize=(3.8 * count, 3.4), layout="constrained")
-        _against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms")
-        _against_length(axes[1], mebibytes, title="Memory of a pass", ylabel="MiB")
+        _against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms", xlabel=xlabel)
+        _against_length(axes[1], mebibytes, title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
         if losses is not None:
             _draw(axes[2], losses)
             axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
@@ -96,7 +100,9 @@ def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
     with plt.rc_context(LOOK):
         figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
         _draw(left, errors, marker="o", markersize=3)
-        left.set(title="Error of P V", xlabel="k", ylabel="relative to P V", ylim=(0, None))
+        highest = max(y for points in errors.values() for _, y in points)
+        left.set(title="Error of P V", xlabel="k", ylabel="relative to P V", ylim=(0, 1.45 * highest))
+        left.legend(fontsize=7, loc="upper right")
         _draw(right, milliseconds, marker="o", markersize=3)
         right.set(title="Attention of one layer", xlabel="k", ylabel="ms", yscale="log")
         right.yaxis.set_major_formatter("{x:g}")
@@ -130,9 +136,17 @@ def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     axes.set_yscale("log")
     axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
     axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="sequence length n (tokens in a pass fixed)", **labels)
+    axes.xaxis.set_minor_locator(NullLocator())
+    _label_decades(axes.yaxis, [y for points in curves.values() for _, y in points])
+    axes.set(**labels)
+
+
+def _label_decades(axis: Any, values: Sequence[float]) -> None:
+    """Numbers on a logarithmic axis: at powers of ten, and where there are few of these, between them, too."""
+    axis.set_major_formatter("{x:g}")
+    few = bool(values) and max(values) < 100 * min(values)
+    axis.set_minor_locator(LogLocator(subs=(2, 5) if few else ()))
+    axis.set_minor_formatter("{x:g}")
 
 
 def _draw(axes: Any, curves: Curves, **style: Any) -> None:

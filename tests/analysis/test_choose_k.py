@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import DistilBertConfig
 from typer.testing import CliRunner
 
 from linformers import LinformerConfig, LinformerModel
@@ -71,6 +72,7 @@ def test_variants_cost_the_same():
         "increasing": [16, 32, 64, 128],
     }
     assert list(variants([[8, 16], [8, 8]])) == ["uniform", "chosen"]
+    assert list(variants([64, 32])) == ["uniform", "chosen", "increasing"]  # it decreases by itself
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,10 @@ def test_command(options, folder, text, tmp_path):
     assert config.projected_length == record["choices"]["chosen"]
     assert LinformerModel(config).config.max_position_embeddings == N
     assert all(cost["seconds"] > 0 and cost["peak_bytes"] > 0 for cost in record["costs"])
-    assert "model.projected_length=[" in (out / "choose-k.md").read_text()
+    assert config.pad_token_id == DistilBertConfig().pad_token_id
+    page = (out / "choose-k.md").read_text()
+    assert "model.projected_length=[" in page
+    assert "model.num_hidden_layers=3 model.num_attention_heads=2" in page
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_gamma():
 
 
 def test_windows_are_mean_pooling():
-    E = existence.windows(10, 4)
+    E = existence.window_matrix(10, 4, 10)
     torch.testing.assert_close(E.sum(0), torch.ones(4))
     torch.testing.assert_close(E.T @ torch.arange(10.0), torch.tensor([1.0, 3.5, 6.0, 8.5]))
 
@@ -326,7 +326,7 @@ def test_a_short_text_is_not_repeated(folder, tmp_path):
     found = theorem_report.explore(replace(settings, steps=2))
     assert "allows n = 12" in found.limits[0]
     assert {record.n for record in found.records if record.inputs.startswith("tiny")} == {12}
-    with pytest.raises(ValueError, match="does not exist, or is no file"):
+    with pytest.raises(ValueError, match="does not exist"):
         qkv.read_passages(folder, tmp_path / "nothing.txt", 8)
 
 

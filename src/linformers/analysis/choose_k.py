@@ -26,6 +26,15 @@ from . import figure1
 # What a k is rounded up to where it is free: a tile of a matrix product.
 STEP = 8
 PER = ("layer", "head")
+# What a recipe must have in common with the model that was looked at.
+RECIPE_FIELDS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "sharing",
+)
 
 Lengths = list[int] | list[list[int]]
 
@@ -107,7 +116,7 @@ def variants(chosen: Lengths) -> dict[str, Lengths]:
     found: dict[str, Lengths] = {"uniform": [uniform] * len(chosen), "chosen": chosen}
     if not isinstance(chosen[0], list):
         found |= {"decreasing": sorted(chosen, reverse=True), "increasing": sorted(chosen)}
-    return found
+    return {name: lengths for name, lengths in found.items() if name == "chosen" or lengths != chosen}
 
 
 def kept(lengths: Lengths, energy: np.ndarray) -> float:
@@ -138,11 +147,16 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
         table.add_row(
             name, f"{np.mean(lengths):.1f}", kept_share, f"{milliseconds(cell):.1f}", f"{mebibytes(cell):,.0f}"
         )
+    bought = f"A mean k of {settings.budget} buys" if settings.budget else "What was asked for is"
+    sizes = {**fields, "max_position_embeddings": settings.spectrum.length, "sharing": settings.sharing}
+    changes = [f"model.{name}={sizes[name]}" for name in RECIPE_FIELDS]
     lines = [
-        f"Keeping {share:.4f} of the energy takes k = {chosen} (per {settings.per}, sharing {settings.sharing!r}).",
+        f"{bought} {share:.4f} of the energy in each {settings.per}: k = {chosen} (sharing {settings.sharing!r}). The "
+        "table has what is kept on average, once k is rounded up.",
         verdict(chosen),
-        f"Train it with: linformers pretrain RECIPE 'model.projected_length={json.dumps(chosen)}' "
-        f"model.sharing={settings.sharing}",
+        f"Time and memory are of a pass of {cells[0].batch} sequences in inference; equal costs differ by noise.",
+        "config.json is a LinformerConfig. Train such a model with: linformers pretrain RECIPE "
+        f"'model.projected_length={json.dumps(chosen)}' {' '.join(changes)}",
     ]
     console.print(table)
     for line in lines:
@@ -158,8 +172,9 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
 def model_fields(settings: Settings) -> dict[str, Any]:
     """The sizes of the model that was looked at, for one that is to be trained."""
     theirs = AutoConfig.from_pretrained(settings.spectrum.model)
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "vocab_size")
-    fields = {name: getattr(theirs, name, None) for name in names}
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    others = ("hidden_act", "pad_token_id", "bos_token_id", "eos_token_id")
+    fields = {name: getattr(theirs, name, None) for name in (*sizes, *others)}
     if fields["intermediate_size"] is None:
         fields["intermediate_size"] = getattr(theirs, "hidden_dim", 4 * theirs.hidden_size)  # DistilBERT's name
     return {name: value for name, value in fields.items() if value is not None}

@@ -41,7 +41,7 @@ class Settings:
     length: int = 512
     passages: int = 4
     others: int = 64
-    steps: int = 200
+    steps: int = 300
     seed: int = 0
     text_column: str = "text"
 
@@ -105,7 +105,9 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     (out / "lowrank.md").write_text(markdown(tables, lines, where, "P replaced by low rank"), encoding="utf-8")
     ways = dict.fromkeys(loss.way for loss in losses)
     curves = {way: [(loss.k, loss.heads) for loss in losses if loss.way == way] for way in ways}
-    milliseconds = {way: [(k or settings.length, 1000 * t) for k, t in own.items()] for way, own in times.items()}
+    milliseconds = {
+        way: [(k, 1000 * own.get(k, own.get(None, 0.0))) for k in settings.projected] for way, own in times.items()
+    }
     for suffix in ("png", "svg"):
         plots.low_rank(curves, milliseconds, out / f"lowrank.{suffix}")
     console.print(f"Written to {out}", markup=False)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_size
+from ..projections import window_matrix
 from .qkv import Head, normals
 
 STEPS = 500
@@ -70,17 +71,10 @@ def linear_attention(head: Head, E: Tensor, F: Tensor) -> Tensor:
     return (head.query @ (E.T @ head.key).T / math.sqrt(head.d)).softmax(-1) @ (F.T @ head.value)
 
 
-def windows(n: int, k: int) -> Tensor:
-    """Mean pooling as a matrix: column j averages the rows r with ⌊r k / n⌋ = j."""
-    owner = torch.arange(n) * k // n
-    E = (owner[:, None] == torch.arange(k)).float()
-    return E / E.sum(0)
-
-
 def fit(head: Head, target: Tensor, k: int, steps: int = STEPS) -> tuple[Tensor, Tensor]:
     """E and F that minimise ‖linear attention − PV‖, by Adam from mean pooling; the best that was met."""
     check_size("steps", steps)
-    E = windows(head.n, k).requires_grad_()
+    E = window_matrix(head.n, k, head.n).requires_grad_()
     F = E.detach().clone().requires_grad_()
     optimizer = torch.optim.Adam([E, F], lr=LEARNING_RATE / head.n)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -136,7 +130,7 @@ def existence(
             return linear_attention(head, E, E)
 
         E, F = fit(head, exact, k, steps)
-        pooled = windows(n, k)
+        pooled = window_matrix(n, k, n)
         truncated = (left[:, :k] * values[:k]) @ (right[:k] @ head.value.double())
         found.append(
             Fit(

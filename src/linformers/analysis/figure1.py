@@ -104,15 +104,20 @@ def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
             speed = bars.tasks[task].speed
             bars.update(task, speed=f"{speed * matrices:.0f} matrices/s" if speed else "")
 
-        return measure(
-            model,
-            ids,
-            name=settings.model,
-            workers=settings.workers,
-            state_file=out / "state.npz",
-            on_start=start,
-            on_sentence=advance,
-        )
+        try:
+            return measure(
+                model,
+                ids,
+                name=settings.model,
+                workers=settings.workers,
+                state_file=out / "state.npz",
+                on_start=start,
+                on_sentence=advance,
+            )
+        except KeyboardInterrupt:
+            done = int(bars.tasks[task].completed)
+            console.print(f"Stopped after {done} of {len(ids)} passages; run again, it goes on from there")
+            raise
 
 
 def sentences(spectrum: Spectrum, at: int) -> list[str]:

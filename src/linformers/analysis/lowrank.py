@@ -26,8 +26,8 @@ from .qkv import Recorder
 SVD, POOLED, UNIFORM = "best rank k (SVD)", "E, F means over windows", "uniform average"
 OWN, OTHERS = "E, F fitted to the passage", "E, F fitted to other passages"
 
-# Step sizes relative to the entries of a window. What is fitted to all must not follow each batch.
-OWN_RATE, OTHERS_RATE = 0.02, 0.005
+# Of Adam, times 1/n, since a step moves EᵀK by the sum of n entries. What is to serve all must not follow each batch.
+OWN_RATE, OTHERS_RATE = 0.3, 0.1
 
 Replacement = Callable[[int, Tensor], Tensor]
 
@@ -69,7 +69,7 @@ def fit(
     k: int,
     name: str,
     *,
-    steps: int = 200,
+    steps: int = 300,
     batch: int = 4,
     rate: float = OTHERS_RATE,
     on_layer: Callable[[], None] = lambda: None,
@@ -86,7 +86,7 @@ def fit(
         query, key, value = (torch.cat([passage[layer][place] for passage in inputs]) for place in range(3))
         start = window_matrix(n, k, n, query.device).expand(query.shape[1], n, k)
         E, F = (start.clone().requires_grad_() for _ in range(2))
-        optimiser = torch.optim.Adam([E, F], lr=rate * k / n)  # an entry of a window is about k/n
+        optimiser = torch.optim.Adam([E, F], lr=rate / n)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
         generator = torch.Generator().manual_seed(layer)
         for _ in range(steps):
@@ -112,7 +112,7 @@ def losses(
     name: str,
     fitted: Sequence[tuple[Tensor, Tensor]],
     *,
-    steps: int = 200,
+    steps: int = 300,
     on_passage: Callable[[], None] = lambda: None,
 ) -> list[Loss]:
     """What each way loses at k, on passages (count, n); `fitted` are E and F of each layer, fitted to others."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checks import check_size
+from ..training import sources
 from .attentions import load_encoder, longest
 
 # What encoders call the maps of queries, keys and values.
@@ -152,12 +153,15 @@ class Passages:
 
 
 def read_passages(folder: Path, text: Path, length: int) -> Passages:
-    """Load an encoder and cut two passages of up to `length` tokens from the start of a text."""
-    if not text.is_file():
-        raise ValueError(f"text={str(text)!r} does not exist, or is no file")
+    """Load an encoder and cut two passages of up to `length` tokens from the start of a text, file or folder."""
+    start = ""
+    for path in sources.find_files([text]):
+        for document in sources.documents(path):
+            start += document if not start else "\n" + document
+            if len(start) >= 100 * length:
+                break
     model, tokenizer = load_encoder(str(folder))
-    start = text.read_text(encoding="utf-8")[: 100 * length]
-    ids = torch.tensor(tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = torch.tensor(tokenizer(start[: 100 * length], add_special_tokens=False, verbose=False)["input_ids"])
     n = min(length, longest(model, tokenizer), len(ids) // 2)
     if n < 2:
         raise ValueError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")

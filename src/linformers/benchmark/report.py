@@ -97,6 +97,9 @@ class Settings:
                 raise ValueError(f"lengths={n} does not divide tokens={self.tokens}: each pass holds whole sequences")
         if min(self.projected) >= max(self.lengths):
             raise ValueError(f"projected={min(self.projected)} leaves nothing to measure: no length exceeds it")
+        for n in self.lengths:  # what cannot be made is refused before anything is measured
+            for contender in contenders(n, self.projected, windows=self.windows, **self.fields()):
+                contender.config(n)
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -146,7 +149,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         own_cells = [cell for cell in cells if cell.task == task]
         for suffix in ("png", "svg"):
             figure = out / f"{task}.{suffix}"
-            plots.efficiency(curves(own_cells, milliseconds), curves(own_cells, mebibytes), figure)
+            times, memory = curves(own_cells, milliseconds), curves(own_cells, mebibytes)
+            plots.efficiency(times, memory, figure, tokens_fixed=settings.tokens is not None)
     console.print(f"Written to {out}", markup=False)
 
 
