@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linformers.attention import ProjectedAttention
-from linformers.projections import (
+from linformers.maps import (
     ConvMap,
     DynamicMap,
     IdentityMap,

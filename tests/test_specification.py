@@ -7,9 +7,10 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
+from linformers.maps import MeanMap
 from linformers.ops.ranks import Ranks, zero_padding
 from linformers.ops.reference import attend
-from linformers.projections import LinearProjection, MeanMap, window_matrix
+from linformers.projections import LinearProjection, window_matrix
 
 from . import modes
 from .naive import naive_attention, owners

@@ -15,6 +15,7 @@ LAYERS = [
     {"checks"},
     {"config"},
     {"loading", "ops"},
+    {"maps"},
     {"projections"},
     {"attention"},
     {"layer", "encoder"},

@@ -11,12 +11,12 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import check_shape
+from .maps import LinearMap, SequenceMap, Weights
 from .ops import reference
 from .ops.attend import attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
 from .ops.ranks import Ranks, move_back, move_to_front
-from .projections import LinearMap, SequenceMap, Weights
 
 # The name of our kernels among transformers' attention functions, whose registry is global; ours is "triton".
 TRITON = "linformer_triton"

@@ -28,18 +28,11 @@ from .loading import (
     refuse_other_model,
     refuse_other_projection,
 )
+from .maps import SequenceMap, Weights, sequence_map
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, move_back, move_to_front, zero_padding
-from .projections import (
-    ConvProjection,
-    DynamicProjection,
-    LinearProjection,
-    Projections,
-    SequenceMap,
-    Weights,
-    sequence_map,
-)
+from .projections import ConvProjection, DynamicProjection, LinearProjection, Projections
 
 logger = logging.get_logger(__name__)
 

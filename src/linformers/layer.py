@@ -22,8 +22,9 @@ from .config import (
     default_scale,
     plain,
 )
+from .maps import sequence_map
 from .ops.ranks import zero_padding
-from .projections import Projections, sequence_map
+from .projections import Projections
 
 
 class LinformerAttention(ProjectedAttention):

@@ -208,7 +208,9 @@ def _measure(
                 peaks[contender.name] = peak_memory(run, device)
                 runs[contender.name] = run
         except OutOfMemoryError:
-            release()  # once nothing refers to the error any more, whose frames hold tensors
+            pass
+        if contender.name not in runs:
+            release()  # only now does nothing refer to the error any more, whose frames hold tensors
     seconds = interleaved(runs)
     for contender in models:
         name = contender.name
@@ -232,7 +234,6 @@ def _most(
     def run(sequences: int) -> None:
         make_run(model, torch.randint(5, VOCABULARY, (sequences, n), device=device), task)()
 
-    # What a batch takes is unknown where memory ran out: then begin with that batch.
     return largest_batch(run, batch, peak, memory)
 
 
