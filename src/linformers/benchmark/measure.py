@@ -106,7 +106,11 @@ def captured(run: Run) -> tuple[Run, int]:
     with torch.cuda.graph(graph):
         for _ in range(count):
             run()
-    return graph.replay, count
+
+    def replay(_: Run = run) -> None:  # the graph reads and writes the run's tensors: they must live as long as it
+        graph.replay()
+
+    return replay, count
 
 
 def peak_memory(run: Run, device: str | torch.device) -> int:
