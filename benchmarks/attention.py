@@ -84,7 +84,7 @@ def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict
                 graphs |= {(name, what): replay for what, replay in replays(function).items()}
         except RuntimeError as error:  # a backend that does not serve, or too little memory
             cells[name]["failure"] = str(error).splitlines()[0]
-    times = interleaved({place: replay for place, (replay, _) in graphs.items()}, min_seconds=0.05, queued=0)
+    times = interleaved({place: replay for place, (replay, _) in graphs.items()}, min_seconds=0.15, queued=0)
     seconds = {place: times[place] / count for place, (_, count) in graphs.items()}
     for name in {name for name, _ in graphs}:
         cells[name]["forward"] = seconds[name, "forward"]

@@ -3,8 +3,9 @@
     python benchmarks/peers.py --lengths 512,4096 --out results/efficiency
 
 The packages `linformer` and `linformer-pytorch` are measured where they are installed. All models take embeddings
-(b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it. With
-`--compile` the Linformers are compiled, too, ours and theirs: minutes for a package that has a module for each head.
+(b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it. The
+Linformers named after `--compile` are measured compiled, too, and then stand against ours compiled;
+`linformer-pytorch`, with a module for each head, takes minutes to compile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,15 @@ class Embedded(nn.Module):
         return self.model(inputs_embeds=x).last_hidden_state
 
 
-def peers(n: int, k: int, sizes: dict[str, int], compiled: bool) -> dict[str, Callable[[], nn.Module]]:
+class Autocast(Embedded):
+    """The same for a model that makes float32 tensors of its own, which bfloat16 weights refuse."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype != torch.float32):
+            return super().forward(x)
+
+
+def peers(n: int, k: int, sizes: dict[str, int], compiled: Sequence[str] = ()) -> dict[str, Callable[[], nn.Module]]:
     """How to make each model that can be made here."""
     layers, heads, d, f = (sizes[name] for name in ("layers", "heads", "hidden", "intermediate"))
     common: dict[str, Any] = {
@@ -75,9 +84,9 @@ def peers(n: int, k: int, sizes: dict[str, int], compiled: bool) -> dict[str, Ca
         )
         return Embedded(LinformerModel(config))
 
-    def of_transformers(name: str, **fields: Any) -> nn.Module:
+    def of_transformers(name: str, wrapper: type[Embedded] = Embedded, **fields: Any) -> nn.Module:
         config = getattr(transformers, f"{name}Config")(**common, **fields)
-        return Embedded(getattr(transformers, f"{name}Model")(config))
+        return wrapper(getattr(transformers, f"{name}Model")(config))
 
     def linformer() -> nn.Module:
         from linformer import Linformer
@@ -106,15 +115,18 @@ def peers(n: int, k: int, sizes: dict[str, int], compiled: bool) -> dict[str, Ca
         ),
         "BigBird": lambda: of_transformers("BigBird", max_position_embeddings=n, block_size=64 if n >= 1024 else 16),
         "Nyströmformer": lambda: of_transformers(
-            "Nystromformer", max_position_embeddings=n, segment_means_seq_len=n, num_landmarks=64
+            "Nystromformer", Autocast, max_position_embeddings=n, segment_means_seq_len=n, num_landmarks=64
         ),
     }
     linformers: dict[str, Callable[[], nn.Module]] = {OURS: ours}
     for package, make in zip(PACKAGES, (linformer, linformer_pytorch), strict=True):
         if importlib.util.find_spec(package):
             linformers[package.replace("_", "-")] = make
-    if compiled:
-        linformers |= {f"{name}, compiled": functools.partial(compile_made, make) for name, make in linformers.items()}
+    linformers |= {
+        f"{name}, compiled": functools.partial(compile_made, make)
+        for name, make in linformers.items()
+        if name in compiled
+    }
     return linformers | others
 
 
@@ -122,7 +134,9 @@ def compile_made(make: Callable[[], nn.Module]) -> nn.Module:
     return torch.compile(make(), dynamic=False)  # type: ignore[return-value]
 
 
-def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: bool) -> list[dict[str, Any]]:
+def measure(
+    n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: Sequence[str]
+) -> list[dict[str, Any]]:
     """Seconds and bytes of a pass of each model; what fails says why."""
     device = best_device()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -159,18 +173,18 @@ def measure(n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compi
 
 
 def table_of(cells: list[dict[str, Any]]) -> Table:
-    """Milliseconds and MiB; in brackets how many times as long as ours."""
+    """Milliseconds, how many times as long as ours in the same way (compiled or not), and MiB."""
     first = cells[0]
     table = Table("model", "ms", "of ours", "MiB", title=f"{first['task']}, n={first['n']}, batch {first['batch']}")
-    ours = next(cell["seconds"] for cell in cells if cell["model"] == OURS)
+    ours = {cell["model"]: cell["seconds"] for cell in cells if cell["model"].split(",")[0] == OURS}
     for cell in sorted(cells, key=lambda cell: cell["seconds"] or float("inf")):
         if cell["failure"]:
             table.add_row(cell["model"], cell["failure"], "", "")
         else:
             seconds = cell["seconds"]
-            table.add_row(
-                cell["model"], f"{1000 * seconds:.1f}", f"{seconds / ours:.2f}×", f"{cell['peak_bytes'] / 2**20:,.0f}"
-            )
+            base = ours.get(f"{OURS}, compiled" if cell["model"].endswith(", compiled") else OURS)
+            ratio = f"{seconds / base:.2f}×" if base else "–"
+            table.add_row(cell["model"], f"{1000 * seconds:.1f}", ratio, f"{cell['peak_bytes'] / 2**20:,.0f}")
     return table
 
 
@@ -186,7 +200,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="d; heads have 64 channels")
     parser.add_argument("--task", default="inference,training", help="either, or both with a comma between")
-    parser.add_argument("--compile", action="store_true", help="measure Linformers compiled, too")
+    parser.add_argument(
+        "--compile", default="", help="Linformers to measure compiled, too: linformers,linformer,linformer-pytorch"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     sizes = {
@@ -205,7 +221,7 @@ def main() -> None:
     for n in options.lengths:
         for task in options.task.split(","):
             with console.status(f"{task}, n={n}"):
-                measured = measure(n, options.projected, options.tokens, task, sizes, options.compile)
+                measured = measure(n, options.projected, options.tokens, task, sizes, options.compile.split(","))
             tables.append(table_of(measured))
             console.print(tables[-1])
             cells += measured

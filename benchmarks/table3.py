@@ -1,7 +1,7 @@
 """Table 3 of the paper beside our own, from what `linformers bench` measured.
 
     linformers bench --models unfused,linformer --projected 128,256,512,1024,2048 --batches --memory 16 ... --out DIR
-    python benchmarks/table3.py DIR
+    python benchmarks/table3.py DIR [DIR ...]
 
 The paper gives, for each (n, k), how many times less time and memory a Linformer takes in inference than a Transformer
 with unfused attention; memory is measured by the largest batch that fits. Where our own is "none", it was not measured
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from linformers.benchmark.efficiency import UNFUSED
-from linformers.benchmark.report import markdown
+from linformers.benchmark.report import markdown, provenance
 
 PROJECTED = (128, 256, 512, 1024, 2048)
 PAPER = {
@@ -82,12 +82,14 @@ def verdict(ours: dict[tuple[int, int], float], measure: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("folder", type=Path, help="what `linformers bench --out` was given")
-    folder = parser.parse_args().folder
-    if not (folder / "efficiency.json").is_file():
-        parser.error(f"{folder} has no efficiency.json, which `linformers bench --out {folder}` writes")
-    record = json.loads((folder / "efficiency.json").read_text())
-    ours = {measure: savings(record["lengths"], measure) for measure in PAPER}
+    parser.add_argument("folders", type=Path, nargs="+", help="what `linformers bench --out` was given, for each run")
+    folders = parser.parse_args().folders
+    for folder in folders:
+        if not (folder / "efficiency.json").is_file():
+            parser.error(f"{folder} has no efficiency.json, which `linformers bench --out {folder}` writes")
+    records = [json.loads((folder / "efficiency.json").read_text()) for folder in folders]
+    cells = [cell for record in records for cell in record["lengths"]]
+    ours = {measure: savings(cells, measure) for measure in PAPER}
     tables = [table_of(ours[measure], measure) for measure in PAPER]
     lines = [verdict(ours[measure], measure) for measure in PAPER]
     console = Console()
@@ -95,8 +97,8 @@ def main() -> None:
         console.print(table)
     for line in lines:
         console.print(line, highlight=False)
-    where = {name: value for name, value in record.items() if name not in ("lengths", "projected_lengths")}
-    (folder / "table3.md").write_text(markdown(tables, lines, where), encoding="utf-8")
+    where = {str(folder): provenance(record) for folder, record in zip(folders, records, strict=True)}
+    (folders[0] / "table3.md").write_text(markdown(tables, lines, where, title="Table 3"), encoding="utf-8")
 
 
 if __name__ == "__main__":

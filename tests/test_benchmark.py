@@ -57,9 +57,9 @@ def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
 
 
 def test_what_was_measured_before_a_crash_is_there(monkeypatch, tmp_path):
-    release = efficiency.release
-    calls = iter([release, release, lambda: 1 / 0])
-    monkeypatch.setattr(efficiency, "release", lambda: next(calls)())
+    interleaved = efficiency.interleaved
+    calls = iter([interleaved, interleaved, lambda runs: 1 / 0])
+    monkeypatch.setattr(efficiency, "interleaved", lambda runs: next(calls)(runs))
     arguments = ["--lengths", "64", "--projected", "16", "--tokens", "64", "--layers", "1", "--hidden", "64"]
     arguments += ["--models", "linformer", "--task", "inference,training,inference", "--out", str(tmp_path)]
     assert isinstance(CliRunner().invoke(app, ["bench", *arguments]).exception, ZeroDivisionError)
@@ -216,11 +216,11 @@ def test_peers(task, monkeypatch):
     import peers
 
     sizes = {"layers": 1, "heads": 2, "hidden": 32, "intermediate": 64}
-    cells = {cell["model"]: cell for cell in peers.measure(128, 16, 256, task, sizes, compiled=False)}
+    cells = {cell["model"]: cell for cell in peers.measure(128, 16, 256, task, sizes, [])}
     assert {"linformers", "ModernBERT", "Longformer", "BigBird", "Nyströmformer"} <= cells.keys()
     assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 for cell in cells.values())
-    monkeypatch.setattr(peers, "Embedded", lambda model: 1 / 0)
-    failed = peers.measure(128, 16, 256, task, sizes, compiled=False)
+    monkeypatch.setattr(peers.Embedded, "__init__", lambda self, model: 1 / 0)
+    failed = peers.measure(128, 16, 256, task, sizes, [])
     assert [cell["failure"] for cell in failed if cell["model"] == "BigBird"] == ["ZeroDivisionError: division by zero"]
 
 
@@ -309,6 +309,33 @@ def test_timing_is_of_the_right_function():
     assert times["fast"] < times["slow"]
 
 
+def test_what_finds_no_memory_while_it_is_timed_is_left_out():
+    calls = []
+
+    def large():
+        calls.append(1)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert interleaved({"large": large, "small": lambda: None}, min_seconds=0.01).keys() == {"small"}
+
+
+@pytest.mark.parametrize("step", [1, 7, 50])
+def test_joules_are_counted_from_step_to_step_of_the_counter(step):
+    used = [0]
+
+    def run():
+        used[0] += 2000
+        time.sleep(0.001)
+
+    per_run = measure.joules_by(lambda: used[0] // (1000 * step) * 1000 * step, run, 0.001, 0.3)
+    assert per_run == pytest.approx(2, rel=0.3)
+
+
+def test_a_counter_of_joules_that_stands_still():
+    assert measure.joules_by(lambda: 5, lambda: time.sleep(0.001), 0.001, 0.02) is None
+
+
 def test_table_3(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import table3
@@ -319,10 +346,14 @@ def test_table_3(tmp_path, monkeypatch, capsys):
     cells = [cell(UNFUSED, 512, None, 1.6, 10), cell("Linformer k=128", 512, 128, 1.0, 20)]
     cells += [cell("Linformer k=256", 512, 256, 1.5, 16), cell("Linformer k=128, compiled", 512, 128, 0.1, None)]
     cells += [cell(UNFUSED, 65536, None, None, None), cell("Linformer k=128", 65536, 128, 1.0, 20)]
-    (tmp_path / "efficiency.json").write_text(json.dumps({"commit": "abc", "lengths": cells}))
-    monkeypatch.setattr("sys.argv", ["table3.py", str(tmp_path)])
+    for name, own in {"short": cells[:-2], "long": cells[-2:]}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "efficiency.json").write_text(json.dumps({"commit": f"of {name}", "lengths": own}))
+    monkeypatch.setattr("sys.argv", ["table3.py", str(tmp_path / "short"), str(tmp_path / "long")])
     table3.main()
-    page = (tmp_path / "table3.md").read_text()
+    page = (tmp_path / "short" / "table3.md").read_text()
+    assert "of short" in page
+    assert "of long" in page
     assert "| 512 | 1.6× (1.5×) | 1.1× (1.3×) | – |" in page
     assert "| 65536 | none (20×) |" in page
     assert "time: 1 of 2 cells that were measured and fit are beaten; not: n=512, k=256." in page

@@ -209,8 +209,8 @@ def _measure(
                 runs[contender.name] = run
         except OutOfMemoryError:
             pass
-        if contender.name not in runs:
-            release()  # only now does nothing refer to the error any more, whose frames hold tensors
+        # Nothing refers to an error's tensors any more; and memory that was free is not to be cut up by later models.
+        release()
     seconds = interleaved(runs)
     for contender in models:
         name = contender.name
@@ -219,7 +219,7 @@ def _measure(
             floors = floor.floor_seconds(
                 contender.config(n), batch, n, training=task == "training", device=device, dtype=dtype
             )
-        if name in runs and device == "cuda":
+        if name in seconds and device == "cuda":
             energy = joules(runs[name], seconds[name])
         if with_batches and not contender.compiled:
             most = _most(contender, n, batch, task, device, dtype, peaks.get(name), memory)

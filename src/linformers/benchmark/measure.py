@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import statistics
@@ -65,14 +66,22 @@ def interleaved(
     """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike.
 
     On a GPU a few runs, of `queued` seconds in all, are queued behind each other, as in any loop over batches: what the
-    CPU does meanwhile is part of the time only where the GPU waits for it.
+    CPU does meanwhile is part of the time only where the GPU waits for it. A function that finds too little memory
+    beside the others is left out.
     """
-    counts = {name: _runs_at_once(run, queued) for name, run in runs.items()}
+    counts: dict[Name, int] = {}
     times: dict[Name, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
-    while runs and (time.perf_counter() - start < min_seconds * len(runs) or len(next(iter(times.values()))) < rounds):
-        for name, run in runs.items():
-            times[name].append(_seconds(run, counts[name]))
+    while times and (time.perf_counter() - start < min_seconds * len(times) or rounds > 0):
+        rounds -= 1
+        for name in list(times):
+            try:
+                with memory_errors():
+                    if name not in counts:
+                        counts[name] = _runs_at_once(runs[name], queued)
+                    times[name].append(_seconds(runs[name], counts[name]))
+            except OutOfMemoryError:
+                del times[name]
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -144,15 +153,32 @@ def joules(run: Run, seconds: float, at_least: float = 0.5) -> float | None:
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        count = max(1, round(at_least / seconds))
-        torch.cuda.synchronize()
-        before = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # millijoules
-        for _ in range(count):
-            run()
-        torch.cuda.synchronize()
-        return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1000 / count
+        read = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        read()
     except pynvml.NVMLError:
         return None
+    return joules_by(read, run, seconds, at_least)
+
+
+def joules_by(read: Callable[[], int], run: Run, seconds: float, at_least: float) -> float | None:
+    """The joules of a run by a counter of millijoules that moves in steps: counted from one step to another.
+
+    `None` where it does not move at all.
+    """
+    at_once = max(1, round(0.02 / seconds))
+    runs, readings = 0, [(0, read())]  # the number of runs at which the counter was seen to move
+    began = _now()
+    while _now() - began < at_least or (len(readings) < 3 and _now() - began < 4 * at_least):
+        for _ in range(at_once):
+            run()
+        _now()
+        runs += at_once
+        if (value := read()) != readings[-1][1]:
+            readings.append((runs, value))
+    if len(readings) < 3:
+        return None
+    (first, start), (last, end) = readings[1], readings[-1]  # what came before the first step is unknown
+    return (end - start) / 1000 / (last - first)
 
 
 def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int | None, memory: int | None = None) -> int:

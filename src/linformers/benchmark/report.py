@@ -121,41 +121,48 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     device = best_device()
     dtype = "bfloat16" if device == "cuda" else "float32"
     fields = settings.fields()
-    where = {"command": command, "commit": commit(), **environment(), "dtype": dtype}
-    record = {**where, **fields, "tokens": settings.tokens}
-    cells: list[Cell] = []
+    record = {"command": command, "commit": commit(), **environment(), "dtype": dtype}
+    record |= {**fields, "tokens": settings.tokens, "lengths": [], "projected_lengths": []}
     for measured in _measure(settings, fields, device, dtype, console):
-        cells += measured
-        _write(out, {**record, "lengths": as_records(cells)})  # whatever happens later, this much is there
-    tables = [table for task in settings.tasks for table in task_tables(cells, task)]
-    sentences = [line for task in settings.tasks for line in crossovers(cells, task)]
-    if settings.tokens is None:
-        sentences += [line for task in settings.tasks for line in growth(cells, task)]
+        record["lengths"] += as_records(measured)
+        publish(record, out)  # whatever happens later, this much is there
 
     n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
-    mixed: list[Cell] = []
     if settings.tokens is not None and smaller < k < n and k % smaller == 0:
         sizes: dict[str, Any] = {"tokens": settings.tokens, "device": device, "dtype": dtype}
-        mixed = list(compare_projected_lengths(k, smaller, n, **sizes, **fields))
-        tables.append(saving_table(mixed, n))
+        record["projected_lengths"] = as_records(list(compare_projected_lengths(k, smaller, n, **sizes, **fields)))
 
+    tables, sentences = publish(record, out)
     for table in tables:
         console.print(table)
     for line in sentences:
         console.print(line, highlight=False)
-    _write(out, {**record, "lengths": as_records(cells), "projected_lengths": as_records(mixed)})
-    (out / "efficiency.md").write_text(markdown(tables, sentences, where), encoding="utf-8")
-    for task in settings.tasks:
-        own_cells = [cell for cell in cells if cell.task == task]
-        for suffix in ("png", "svg"):
-            figure = out / f"{task}.{suffix}"
-            times, memory = curves(own_cells, milliseconds), curves(own_cells, mebibytes)
-            plots.efficiency(times, memory, figure, tokens_fixed=settings.tokens is not None)
     console.print(f"Written to {out}", markup=False)
 
 
-def _write(out: Path, record: dict[str, Any]) -> None:
+def publish(record: dict[str, Any], out: Path) -> tuple[list[Table], list[str]]:
+    """Write what was measured as `efficiency.json`, `efficiency.md` and plots; return its tables and sentences."""
     (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
+    cells, mixed = ([Cell(**cell) for cell in record[name]] for name in ("lengths", "projected_lengths"))
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    tables = [table for task in tasks for table in task_tables(cells, task)]
+    sentences = [line for task in tasks for line in crossovers(cells, task)]
+    if record["tokens"] is None:
+        sentences += [line for task in tasks for line in growth(cells, task)]
+    if mixed:
+        tables.append(saving_table(mixed, mixed[0].n))
+    (out / "efficiency.md").write_text(markdown(tables, sentences, provenance(record)), encoding="utf-8")
+    for task in tasks:
+        own = [cell for cell in cells if cell.task == task]
+        times, memory = curves(own, milliseconds), curves(own, mebibytes)
+        for suffix in ("png", "svg"):
+            plots.efficiency(times, memory, out / f"{task}.{suffix}", tokens_fixed=record["tokens"] is not None)
+    return tables, sentences
+
+
+def provenance(record: dict[str, Any]) -> dict[str, Any]:
+    """Where the numbers of a record come from: all that is no list of them."""
+    return {name: value for name, value in record.items() if not isinstance(value, list)}
 
 
 def _measure(
