@@ -42,12 +42,15 @@ def efficiency(
     xlabel = f"sequence length n ({'tokens in a pass fixed' if tokens_fixed else 'one sequence in a pass'})"
     with plt.rc_context(LOOK):
         count = 2 if losses is None else 3
-        figure, axes = plt.subplots(1, count, figsize=(3.8 * count, 3.4), layout="constrained")
+        figure, axes = plt.subplots(1, count, figsize=(3.8 * count + 2, 3.4), layout="constrained")
         _against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms", xlabel=xlabel)
         _against_length(axes[1], mebibytes, title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
         if losses is not None:
             _draw(axes[2], losses)
             axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        for panel in axes[:2]:
+            panel.legend().remove()
         figure.savefig(path)
         plt.close(figure)
 
@@ -137,7 +140,10 @@ def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
-    _label_decades(axes.yaxis, [y for points in curves.values() for _, y in points])
+    values = [y for points in curves.values() for _, y in points]
+    if values and max(values) < 4 * min(values):  # small differences should look small
+        axes.set_ylim(min(values) / 2, max(values) * 2)
+    _label_decades(axes.yaxis, values)
     axes.set(**labels)
 
 
