@@ -336,30 +336,6 @@ def test_a_counter_of_joules_that_stands_still():
     assert measure.joules_by(lambda: 5, lambda: time.sleep(0.001), 0.001, 0.02) is None
 
 
-def test_table_3(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import table3
-
-    def cell(model, n, k, seconds, batch):
-        return {"model": model, "n": n, "k": k, "task": "inference", "seconds": seconds, "largest_batch": batch}
-
-    cells = [cell(UNFUSED, 512, None, 1.6, 10), cell("Linformer k=128", 512, 128, 1.0, 20)]
-    cells += [cell("Linformer k=256", 512, 256, 1.5, 16), cell("Linformer k=128, compiled", 512, 128, 0.1, None)]
-    cells += [cell(UNFUSED, 65536, None, None, None), cell("Linformer k=128", 65536, 128, 1.0, 20)]
-    for name, own in {"short": cells[:-2], "long": cells[-2:]}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "efficiency.json").write_text(json.dumps({"commit": f"of {name}", "lengths": own}))
-    monkeypatch.setattr("sys.argv", ["table3.py", str(tmp_path / "short"), str(tmp_path / "long")])
-    table3.main()
-    page = (tmp_path / "short" / "table3.md").read_text()
-    assert "of short" in page
-    assert "of long" in page
-    assert "| 512 | 1.6× (1.5×) | 1.1× (1.3×) | – |" in page
-    assert "| 65536 | none (20×) |" in page
-    assert "time: 1 of 2 cells that were measured and fit are beaten; not: n=512, k=256." in page
-    assert "memory: 2 of 2 cells that were measured and fit are beaten." in page
-
-
 def test_recall(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import recall
@@ -379,28 +355,3 @@ def test_recall(tmp_path, monkeypatch):
     assert len({example["text"][:20] for example in examples}) == 48
     with pytest.raises(ValueError, match="the texts have 48 passages of 50 words, but 49 are needed"):
         recall.examples([tmp_path / "text.txt"], 49, 50, 30, 40, 0)
-
-
-def test_quality(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import quality
-
-    def write(name, *perplexities, speed):
-        (tmp_path / name).mkdir()
-        records = [{"step": 50, "loss": 1.0, "tokens_per_second": speed}]
-        records += [{"step": 100 * i, "perplexity": value} for i, value in enumerate(perplexities, 1)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    for seed in (0, 1):
-        write(f"twin-s{seed}", 200.0, 40.0 + 2 * seed, speed=1000.0)
-        write(f"local-s{seed}", 100.0, 30.0 + 4 * seed, speed=500.0)
-    write("broken-s0", speed=1.0)
-    monkeypatch.setattr("sys.argv", ["quality.py", str(tmp_path), "--tokens", "10", "--out", str(tmp_path / "out")])
-    quality.main()
-    page = (tmp_path / "out" / "quality.md").read_text()
-    assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.0 |" in page
-    assert "| local | 2 | 32.0 ± 2.8 | 0.78 | 2.0 |" in page
-    assert "broken has no perplexity and is left out." in page
-    record = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert record["variants"]["local"]["curve"] == [[100, 100.0], [200, 32.0]]
-    assert (tmp_path / "out" / "quality.png").stat().st_size > 1000

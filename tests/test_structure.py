@@ -23,6 +23,7 @@ LAYERS = [
     {"plots", "provenance"},
     {"convert", "training", "benchmark"},
     {"analysis"},
+    {"reproduce"},
     {"demo"},
     {"cli"},
     {"__main__"},

@@ -326,6 +326,35 @@ def choose_k(
     choose_k.run(settings, out=out, command=_command(), console=console)
 
 
+@app.command()
+def reproduce(
+    sections: Annotated[
+        list[str],
+        typer.Argument(help="figure1, figure2, figure3, table1, table2, table3, quality, long, or all."),
+    ],
+    data: Data = None,
+    recipes: Annotated[Path, typer.Option(help="Folder of the recipes, which come with a clone.")] = Path(
+        "recipes/small"
+    ),
+    runs: Annotated[Path, typer.Option(help="Folder for runs; interrupted ones go on from there.")] = Path(
+        "runs/reproduce"
+    ),
+    results: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results"),
+    at_once: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes; run again to go on.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Tiny models: a test of the whole path.")] = False,
+) -> None:
+    """Run the paper's tables and figures again; what is there already is not run twice."""
+    from .reproduce import sections as all_sections
+    from .reproduce.matrix import Place
+
+    _hide_bars()
+    if small and (runs, results) == (Path("runs/reproduce"), Path("results")):
+        runs, results = Path("runs/reproduce-small"), Path("runs/reproduce-small/results")
+    place = Place(data, recipes, runs, results, small)
+    sys.exit(all_sections.run(sections, place, console, _command(), at_once=at_once, minutes=minutes))
+
+
 def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:
     """A named task, or a labelled file."""
     from .training import tasks

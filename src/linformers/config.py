@@ -16,6 +16,7 @@ from .checks import check_choice, check_positive, check_probability, check_size,
 PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTION_INITS = ("window", "stride", "gaussian")
+POSITION_INITS = ("sinusoidal", "normal")
 
 # Projections whose windows have the fixed size n/k, which must therefore be whole.
 WINDOWED = ("mean", "max", "conv")
@@ -92,6 +93,7 @@ class LinformerConfig(PreTrainedConfig):
             `"gaussian"` as $N(0, 1/n)$.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
             becomes $0.12\,k/n$, with the largest k.
+        position_init: learned positions start as `"sinusoidal"` waves, or as `"normal"` noise, as RoBERTa's do.
         embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.
         norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
         sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.
@@ -131,6 +133,7 @@ class LinformerConfig(PreTrainedConfig):
     projection_init: str = "window"
     projection_scale: float | None = None
     local_window: int | list[int] = 0
+    position_init: str = "sinusoidal"
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
@@ -201,6 +204,7 @@ class LinformerConfig(PreTrainedConfig):
         check_choice("projection", self.projection, PROJECTIONS)
         check_choice("sharing", self.sharing, SHARINGS)
         check_choice("projection_init", self.projection_init, PROJECTION_INITS)
+        check_choice("position_init", self.position_init, POSITION_INITS)
         check_scale(self.projection_scale)
         if isinstance(self.local_window, list) and len(self.local_window) != self.num_hidden_layers:
             raise ValueError(

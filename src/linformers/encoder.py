@@ -38,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 
 class PositionEmbeddings(nn.Embedding):
-    """Learned positions that start as the sinusoids of Vaswani et al. (2017)."""
+    """Learned positions that may start as the sinusoids of Vaswani et al. (2017)."""
 
     def sinusoids(self, std: float) -> Tensor:
         """Sines in the even channels, cosines in the odd ones, scaled to a root mean square of `std`, (n, d)."""
@@ -209,7 +209,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LinearProjection | ConvProjection | DynamicProjection):
             module.reset_parameters()
-        elif isinstance(module, PositionEmbeddings):
+        elif isinstance(module, PositionEmbeddings) and self.config.position_init == "sinusoidal":
             init.copy_(module.weight, module.sinusoids(self.config.initializer_range))
 
     @classmethod

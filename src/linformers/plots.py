@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib import pyplot as plt
+from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import LogLocator, NullLocator
 
 matplotlib.use("Agg")
@@ -129,6 +130,65 @@ def quality(against_steps: Curves, against_minutes: Curves, path: Path) -> None:
         axes[0].set(title="Quality", ylabel="validation perplexity")
         axes[0].yaxis.set_major_formatter("{x:g}")
         axes[0].yaxis.set_minor_formatter("{x:g}")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def perplexities(panels: Mapping[str, Curves], path: Path) -> None:
+    """Figure 3: validation perplexity against the step, a panel for each question."""
+    with plt.rc_context(LOOK):
+        figure, axes = plt.subplots(2, 2, figsize=(7.6, 6.2), layout="constrained", sharey=True)
+        for place, (title, curves) in zip(axes.flat, panels.items(), strict=True):
+            place.set(title=title, xlabel="step", ylabel="validation perplexity", yscale="log")
+            if curves:
+                _draw(place, curves)
+                _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def growth(milliseconds: Curves, path: Path) -> None:
+    """Table 1: the time of one layer against n."""
+    with plt.rc_context(LOOK):
+        figure, axes = plt.subplots(figsize=(4.8, 3.6), layout="constrained")
+        _against_length(axes, milliseconds, title="Time of a layer", xlabel="sequence length n", ylabel="ms")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def architecture(path: Path) -> None:
+    """Figure 2, left: where E and F stand in multi-head attention."""
+    with plt.rc_context({**LOOK, "axes.grid": False}):
+        figure, axes = plt.subplots(figsize=(4.2, 5.2), layout="constrained")
+        axes.set(xlim=(0, 10), ylim=(0, 13))
+        axes.axis("off")
+
+        def box(x: float, y: float, text: str, colour: str, width: float = 2.2) -> None:
+            style: Any = {"boxstyle": "round,pad=0.1", "facecolor": colour, "edgecolor": "#333333"}
+            axes.add_patch(FancyBboxPatch((x - width / 2, y - 0.45), width, 0.9, **style))
+            axes.text(x, y, text, ha="center", va="center", fontsize=8)
+
+        def arrow(start: tuple[float, float], end: tuple[float, float], label: str = "") -> None:
+            axes.annotate(
+                "", end, start, arrowprops={"arrowstyle": "-|>", "color": "#333333", "shrinkA": 0, "shrinkB": 0}
+            )
+            if label:
+                axes.text(end[0] + 0.15, (start[1] + end[1]) / 2, label, fontsize=7, va="center", color="#555555")
+
+        for x, name in ((1.8, "Q"), (5.0, "K"), (8.2, "V")):
+            axes.text(x, 0.3, name, ha="center", va="center", fontsize=11, fontweight="bold")
+            arrow((x, 0.7), (x, 1.6), "n × d")
+            box(x, 2.15, f"W_{name}", "#dddddd")
+        for x, name in ((5.0, "E"), (8.2, "F")):
+            arrow((x, 2.7), (x, 4.0), "n × d")
+            box(x, 4.55, f"{name}ᵀ: n → k", "#f2b8c0")
+            arrow((x, 5.1), (x, 6.7), "k × d")
+        arrow((1.8, 2.7), (1.8, 6.7), "n × d")
+        box(5.0, 7.25, "softmax(Q Kᵀ / √d) V:  n × k instead of n × n", "#b8dde2", 8.8)
+        arrow((5.0, 7.8), (5.0, 9.0), "n × d, for each head")
+        box(5.0, 9.55, "concatenate", "#dddddd", 3.2)
+        arrow((5.0, 10.1), (5.0, 11.2))
+        box(5.0, 11.75, "W_O", "#dddddd", 3.2)
         figure.savefig(path)
         plt.close(figure)
 

@@ -1,0 +1,112 @@
+"""Figure 1: singular values of P in pretrained encoders, beside what the paper says of RoBERTa's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from ..analysis import figure1
+from ..analysis.spectrum import rank_correlation
+from .matrix import Place
+
+# Encoders by the name of their row: a folder under models/ of the data where there is one, otherwise the hub's name.
+MODELS = {
+    "minilm": "sentence-transformers/all-MiniLM-L6-v2",
+    "mpnet": "sentence-transformers/all-mpnet-base-v2",
+    "roberta-base": "FacebookAI/roberta-base",
+    "roberta-large": "FacebookAI/roberta-large",
+}
+TEXTS = {"wikitext": "wikitext103_valtest", "imdb": "imdb/test.parquet"}
+# What the paper shows is RoBERTa's; these are measured where the hub can be reached.
+FROM_THE_HUB = ("roberta-base", "roberta-large")
+SENTENCES, AT = 1000, 128
+
+
+def measure(place: Place, console: Console) -> dict[str, Any]:
+    """Measure what has no result yet; an encoder that cannot be had is left out, and said so."""
+    for row, (model, text) in rows().items():
+        out = place.results / "spectrum" / row
+        if (out / "spectrum.json").exists():
+            continue
+        local = place.folder("models", model)
+        name = str(local) if local.is_dir() else MODELS[model]
+        settings = figure1.Settings(name, [str(place.folder(TEXTS[text]))], sentences=SENTENCES, at=AT)
+        try:
+            figure1.run(settings, out=place.runs / "spectrum" / row, command=command(row), console=console)
+        except (ValueError, OSError) as error:
+            console.print(f"{row} is left out: {error}", style="yellow", markup=False)
+            continue
+        out.mkdir(parents=True, exist_ok=True)
+        for path in (place.runs / "spectrum" / row).glob("spectrum.*"):
+            (out / path.name).write_bytes(path.read_bytes())
+    return collect(place)
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    return {f"{model}-{text}": (model, text) for model in MODELS for text in TEXTS}
+
+
+def command(row: str) -> str:
+    """What fills a row by hand."""
+    model, text = rows()[row]
+    return f"linformers spectrum {MODELS[model]} --text DIR/{TEXTS[text]} --out results/spectrum/{row}"
+
+
+def collect(place: Place) -> dict[str, Any]:
+    """Of each spectrum that is there, the shares of its first values; `None` for rows that are missing."""
+    known = {row: place.results / "spectrum" / row for row in rows()}
+    found = {path.parent.name: path.parent for path in (place.results / "spectrum").glob("*/spectrum.json")}
+    return {"rows": {row: summary(folder) for row, folder in (known | found).items()}}
+
+
+def summary(folder: Path) -> dict[str, Any] | None:
+    path = folder / "spectrum.json"
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text())
+    shares = np.array(record["cumulative"])[:, :, record["at"] - 1]  # (layers, heads)
+    return {
+        "command": record["command"],
+        "commit": record["commit"],
+        "n": record["n"],
+        "at": record["at"],
+        "sentences": record["sentences"],
+        "mean": float(shares.mean()),
+        "least": float(shares.min()),
+        "most": float(shares.max()),
+        "by_layer": shares.mean(1).tolist(),
+        "correlation": rank_correlation(range(len(shares)), shares.mean(1).tolist()),
+    }
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """A row for each encoder and text, and the paper's two claims."""
+    lines = [
+        "The share of the sum of P's singular values that the first 128 of 512 hold (a flat spectrum: 0.25), and the "
+        "rank correlation of the layer's number with it.",
+        "",
+        "| encoder and text | passages | mean | least head | most | correlation with the layer |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = {row: own for row, own in record["rows"].items() if own is not None}
+    for row, own in found.items():
+        numbers = f"{own['mean']:.3f} | {own['least']:.3f} | {own['most']:.3f} | {own['correlation']:.2f}"
+        lines.append(f"| [{row}](../results/spectrum/{row}/spectrum.md) | {own['sentences']} | {numbers} |")
+    lines.append("")
+    if found:
+        least = min(own["least"] for own in found.values())
+        long_tail = all(own["mean"] > 0.5 for own in found.values())
+        lines.append(
+            f"- “A long tail in every layer and head”: {'confirmed on average' if long_tail else 'refuted'}, not for "
+            f"every head: the least share is {least:.2f}."
+        )
+        rising = [row for row, own in found.items() if own["correlation"] > 0.5]
+        lines.append(f"- “Higher layers are lower in rank”: true of {len(rising)} of {len(found)} rows.")
+    for row in (row for row, own in record["rows"].items() if own is None):
+        lines.append(f"- {row} is missing; `{command(row)}` fills it.")
+    return [*lines, ""]

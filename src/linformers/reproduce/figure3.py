@@ -1,0 +1,137 @@
+"""Figure 3: validation perplexity while pretraining, over k, over ways of sharing, and over n."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .. import plots
+from .jobs import Job, Store
+from .matrix import Place, corpus, pretraining
+
+GROUP = "pretraining"
+STEPS = 4000
+
+PANELS = {
+    "a": (
+        "n = 512",
+        {
+            "Transformer": "n512-twin",
+            "Linformer k=64": "n512-k64-layerwise",
+            "Linformer k=128": "n512-k128-layerwise",
+            "Linformer k=256": "n512-k256-layerwise",
+            "Linformer k=128 w=32": "n512-k128-w32",
+        },
+    ),
+    "b": (
+        "n = 1024",
+        {
+            "Transformer": "n1024-twin",
+            "Linformer k=128": "n1024-k128-layerwise",
+            "Linformer k=256": "n1024-k256-layerwise",
+            "Linformer k=128 w=32": "n1024-k128-w32",
+        },
+    ),
+    "c": (
+        "sharing, n = 512, k = 128",
+        {
+            "none": "n512-k128-none",
+            "headwise": "n512-k128-headwise",
+            "key-value": "n512-k128-key-value",
+            "layerwise": "n512-k128-layerwise",
+        },
+    ),
+    "d": (
+        "k = 256",
+        {
+            "n=512": "n512-k256-layerwise",
+            "n=1024": "n1024-k256-layerwise",
+            "n=2048": "n2048-k256-layerwise",
+            "n=4096": "n4096-k256-layerwise",
+        },
+    ),
+}
+
+
+def jobs(place: Place, console: Console) -> list[Job]:
+    """All pretraining runs, each once, in the order of the panels."""
+    tokens = corpus(place, "wiki-books", console)
+    names = dict.fromkeys(name for _, curves in PANELS.values() for name in curves.values())
+    return [pretraining_job(place, tokens, name) for name in names]
+
+
+def pretraining_job(place: Place, tokens: Path, recipe: str) -> Job:
+    return pretraining(place, tokens, recipe, group=GROUP, changes=[f"steps={STEPS}"])
+
+
+def collect(store: Store) -> dict[str, Any]:
+    """The curves of all panels, and where each comes from; `None` where a run is missing."""
+    panels = {}
+    for name, (title, curves) in PANELS.items():
+        found = {label: store.read(f"{GROUP}/{run}") for label, run in curves.items()}
+        panels[name] = {
+            "title": title,
+            "curves": {label: record and record["result"]["curve"] for label, record in found.items()},
+        }
+    return {"panels": panels}
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    panels = record["panels"].values()
+    plots.perplexities({p["title"]: {n: c for n, c in p["curves"].items() if c} for p in panels}, path)
+
+
+def ends(record: Mapping[str, Any], panel: str) -> dict[str, float]:
+    """The perplexity at the end of each curve of a panel that is there."""
+    return {label: curve[-1][1] for label, curve in record["panels"][panel]["curves"].items() if curve}
+
+
+def claims(record: Mapping[str, Any]) -> list[str]:
+    """What the paper says of the figure, each with our numbers, where all of them are there."""
+    short, long = ends(record, "a"), ends(record, "b")
+    twin, ours = "Transformer", "Linformer k={}".format
+    lines = []
+    if all(ours(k) in short for k in (64, 128, 256)):
+        by_k = [short[ours(k)] for k in (64, 128, 256)]
+        numbers = f"{by_k[0]:.1f}, {by_k[1]:.1f} and {by_k[2]:.1f}"
+        holds = by_k == sorted(by_k, reverse=True)
+        lines.append(f"“Better with k”: {verdict(holds)}. At n = 512, k = 64, 128 and 256 end at {numbers}.")
+    if twin in short and ours(256) in short:
+        own, other = short[ours(256)], short[twin]
+        lines.append(
+            f"“Nearly on par” with the Transformer at k = 256: {verdict(own < 1.05 * other)} at this budget. "
+            f"{own:.1f} is {own / other:.2f} times the twin's {other:.1f}."
+        )
+    for panel, claim in (("c", "“Sharing costs little”"), ("d", "“Length does not matter at fixed k”")):
+        values = ends(record, panel)
+        if len(values) == len(PANELS[panel][1]):
+            ratio = max(values.values()) / min(values.values())
+            named = ", ".join(f"{name} {value:.1f}" for name, value in values.items())
+            lines.append(f"{claim}: {verdict(ratio < 1.1)}. {named}: at most {ratio:.2f} times.")
+    if ours(128) in short and ours(256) in short and ours(256) in long:
+        same_k, same_ratio = (
+            max(pair) / min(pair) for pair in ((short[ours(256)], long[ours(256)]), (short[ours(128)], long[ours(256)]))
+        )
+        lines.append(
+            f"“k, not n/k, decides”: {verdict(same_k < same_ratio)}. From n = 512 to 1024, perplexity changes "
+            f"{same_k:.2f} times where k stays 256 and {same_ratio:.2f} times where n/k stays 4."
+        )
+    return lines
+
+
+def verdict(holds: bool) -> str:
+    return "confirmed" if holds else "refuted"
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """The figure in words."""
+    lines = ["Validation perplexity after the last step, for each panel of the figure:", ""]
+    for name, panel in record["panels"].items():
+        values, labels = ends(record, name), list(panel["curves"])
+        lines += [f"**3{name}, {panel['title']}**", "", "| " + " | ".join(labels) + " |", "|" + "---|" * len(labels)]
+        cells = [f"{values[label]:.1f}" if label in values else "missing" for label in labels]
+        lines += ["| " + " | ".join(cells) + " |", ""]
+    return [*lines, *(f"- {line}" for line in claims(record)), ""]

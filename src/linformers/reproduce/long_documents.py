@@ -1,0 +1,90 @@
+"""Long documents: IMDB in bytes at n = 4096, the text task of the Long Range Arena (Tay et al., 2021), at its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from ..config import LinformerConfig
+from ..encoder import LinformerModel
+from ..training.finetune import Settings
+from ..training.tokenizer import train_tokenizer
+from .jobs import Job, Store
+from .matrix import Place, finetuning
+
+GROUP = "long"
+N, TINY_N = 4096, 256
+SETTINGS = Settings(seeds=1, epochs=12, batch_size=32, learning_rate=5e-4)
+TINY = Settings(seeds=1, epochs=1, batch_size=8, learning_rate=1e-3)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Transformer twin": {"projection": "identity"},
+    "Linformer k=256": {"projected_length": 256},
+    "Linformer k=128 w=32": {"projected_length": 128, "local_window": 32},
+}
+# Accuracies of Tay et al. (2021), table 1, column Text.
+PUBLISHED = {"Transformer twin": 64.27, "Linformer k=256": 53.94}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte: a vocabulary with no room for more."""
+    return train_tokenizer([], 256 + 5)
+
+
+def config(fields: Mapping[str, Any], small: bool) -> LinformerConfig:
+    """Four layers of 256 channels with 4 heads and a feed-forward of 1,024, as in the arena."""
+    scale = N // TINY_N if small else 1
+    sizes = {name: fields[name] // scale for name in ("projected_length", "local_window") if name in fields}
+    return LinformerConfig(
+        vocab_size=len(byte_tokenizer()),
+        hidden_size=32 if small else 256,
+        num_hidden_layers=2 if small else 4,
+        num_attention_heads=2 if small else 4,
+        intermediate_size=64 if small else 1024,
+        max_position_embeddings=TINY_N if small else N,
+        norm_first=True,
+        **{**fields, **sizes},
+    )
+
+
+def jobs(place: Place, console: Console) -> list[Job]:
+    """Training each model from nothing."""
+    found = []
+    for name, fields in MODELS.items():
+        start, own = place.runs / f"{run_name(name)}-start", config(fields, place.small)
+        if not (start / "config.json").exists():
+            save_untrained(start, own)
+        settings = TINY if place.small else SETTINGS
+        found.append(finetuning(place, run_name(name), start, "imdb", settings, own.to_diff_dict()))
+    return found
+
+
+def run_name(model: str) -> str:
+    return f"{GROUP}/{model.replace(' ', '-').replace('=', '')}"
+
+
+def save_untrained(folder: Path, model: LinformerConfig) -> None:
+    """Initial weights and the tokenizer of bytes, as `finetune` takes them."""
+    torch.manual_seed(0)
+    LinformerModel(model).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = model.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+
+
+def collect(store: Store) -> dict[str, Any]:
+    found = {name: store.read(run_name(name)) for name in MODELS}
+    return {"rows": {name: record and record["result"]["accuracy"] for name, record in found.items()}}
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    lines = ["| model | accuracy | published |", "|---|---|---|"]
+    for name, accuracy in record["rows"].items():
+        own = "missing" if accuracy is None else f"{100 * accuracy[0]:.1f}"
+        lines.append(f"| {name} | {own} | {PUBLISHED.get(name, '–')} |")
+    return [*lines, "", "Published: Tay et al. (2021), whose best efficient model has 65.9.", ""]

@@ -1,0 +1,166 @@
+"""The runs behind the paper's figures: pretraining by a recipe, fine-tuning on a task, on corpora made of real text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..training.checkpointing import file_hash
+from ..training.corpus import MANIFEST, Corpus
+from ..training.finetune import Settings
+from ..training.monitor import read_metrics
+from ..training.prepare import prepare
+from ..training.recipe import FREE, Recipe, read
+from .jobs import Job
+
+# The folders of a corpus under --data, and how its training files begin.
+CORPORA: dict[str, dict[str, tuple[str, ...]]] = {
+    "wiki": {"wiki": ("train-00", "train-01", "train-02", "train-03")},
+    "wiki-books": {"wiki": ("train",), "books": ("train",)},
+}
+
+TASKS = ("sst2", "imdb", "qnli", "qqp")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where everything is.
+
+    Attributes:
+        data: the folder of raw data, as the README describes it.
+        recipes: the folder of recipes.
+        runs: the folder for runs, which may be deleted when all is done.
+        results: the folder for results, which is kept.
+        small: whether everything is to be tiny, as a test of the whole path on a CPU.
+    """
+
+    data: Path | None
+    recipes: Path = Path("recipes/small")
+    runs: Path = Path("runs/reproduce")
+    results: Path = Path("results")
+    small: bool = False
+
+    def folder(self, *names: str) -> Path:
+        return self.data_folder().joinpath(*names)
+
+    def data_folder(self) -> Path:
+        if self.data is None:
+            raise ValueError("data is missing: name the folder of wiki, books and the tasks with --data DIR")
+        return self.data
+
+
+def corpus(place: Place, name: str, console: Console) -> Path:
+    """A corpus of tokens, made of the raw text unless it is there."""
+    out = place.runs / "corpora" / name
+    if (out / MANIFEST).exists():
+        return out
+    sources, validation = [], []
+    for folder, starts in CORPORA[name].items():
+        files = sorted(path for path in place.folder(folder).glob("*") if path.is_file())
+        validation += [str(path) for path in files if path.name.startswith("validation")]
+        sources += [str(path) for path in files if path.name.startswith(starts)]
+    if not sources or not validation:
+        folders = " and ".join(CORPORA[name])
+        raise ValueError(f"data={str(place.data)!r} has no {folders} with files called train-… and validation")
+    sizes: dict[str, Any] = {"vocab_size": 300} if place.small else {}
+    prepare(sources, out, validation=validation, console=console, **sizes)
+    return out
+
+
+def pretraining(
+    place: Place, tokens: Path, recipe_name: str, *, group: str, name: str = "", changes: Sequence[str] = ()
+) -> Job:
+    """A run of `linformers pretrain`; its record is `group`/`name`, which is by default the recipe's name."""
+    name = f"{group}/{name or recipe_name}"
+    out = place.runs / name
+    every = [f"data={tokens}", f"out={out}", *changes]
+    path = place.recipes / f"{recipe_name}.yaml"
+    recipe = read(path, every)
+    if place.small:
+        every += _tiny(recipe)
+        recipe = read(path, every)
+    return Job(
+        name=name,
+        arguments=["pretrain", str(path), *every],
+        decides={"recipe": _deciding(recipe), "corpus": Corpus.open(tokens).hash},
+        collect=lambda: pretrained(out, recipe),
+        steps=(recipe.steps, lambda: _last_step(out)),
+    )
+
+
+def finetuning(
+    place: Place, name: str, model: Path, task: str, settings: Settings, identity: Any, after: Job | None = None
+) -> Job:
+    """A run of `linformers finetune` on a model, which `identity` tells from others and `after` leaves behind."""
+    out = place.runs / name
+    options = {
+        "seeds": settings.seeds,
+        "epochs": settings.epochs,
+        "batch-size": settings.batch_size,
+        "learning-rate": settings.learning_rate,
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    where = ["--data", str(place.data_folder()), "--model", str(model), "--out", str(out)]
+    return Job(
+        name=name,
+        arguments=["finetune", task, *where, *flags],
+        decides={"model": identity, "task": task, **options, "data": hashes(place.folder(task))},
+        collect=lambda: json.loads((out / "results.json").read_text()),
+        steps=(settings.seeds, lambda: len(list(out.glob("seed-*/result.json")))),
+        after=None if after is None else (after, model.exists),
+    )
+
+
+def pretrained(out: Path, recipe: Recipe) -> dict[str, Any]:
+    """Of a run's metrics, what figures need. Other runs may have shared its GPU, so the best speed is its own."""
+    records = read_metrics(out)
+    curve = [[r["step"], r["perplexity"]] for r in records if "perplexity" in r]
+    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+    n = recipe.config(vocab_size=1000).max_position_embeddings
+    return {
+        "perplexity": curve[-1][1],
+        "curve": curve,
+        "loss": [[r["step"], r["loss"]] for r in records if "loss" in r],
+        "tokens_per_step": recipe.batch_size * n,
+        "tokens_per_second": max(speeds),
+        "seed": recipe.seed,
+    }
+
+
+def _deciding(recipe: Recipe) -> dict[str, Any]:
+    return {name: value for name, value in recipe.to_dict().items() if name not in FREE}
+
+
+def _tiny(recipe: Recipe) -> list[str]:
+    """Changes that make a run take seconds on a CPU; n, k and w keep their proportions."""
+    n = recipe.model["max_position_embeddings"]
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": n // 8,
+        "projected_length": recipe.model["projected_length"] // 8,
+        "local_window": recipe.model.get("local_window", 0) // 8,
+    }
+    sizes = {"steps": 8, "batch_size": 8, "warmup_steps": 2, "eval_every": 4, "eval_rows": 8, "save_every": 4}
+    sizes |= {"log_every": 2, "workers": 0}
+    return [*(f"model.{name}={value}" for name, value in fields.items()), *(f"{n}={v}" for n, v in sizes.items())]
+
+
+def _last_step(out: Path) -> int:
+    records = read_metrics(out)
+    return records[-1]["step"] if records else 0
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """What tells these files from others."""
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    if not files:
+        raise ValueError(f"{str(folder)!r} holds no files: expected a task's, as the README describes them")
+    return {path.name: file_hash(path) for path in files}

@@ -1,0 +1,158 @@
+"""Quality at equal steps: the twin, pure Linformers, and those with a local window beside the window alone."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from .. import plots
+from .jobs import Job, Store
+from .matrix import Place, corpus, pretraining
+
+GROUP = "quality"
+TWIN = "twin"
+LINFORMER = "n512-k128-layerwise"
+LONG = 10_000
+
+
+class Variant(NamedTuple):
+    """A recipe, what is changed in it, and with how many seeds it is run."""
+
+    recipe: str
+    changes: tuple[str, ...] = ()
+    seeds: int = 3
+
+
+VARIANTS = {
+    TWIN: Variant("n512-twin"),
+    "k=128 w=32": Variant("n512-k128-w32"),
+    "k=64 w=32": Variant("n512-k128-w32", ("model.projected_length=64",)),
+    "window alone, w=32": Variant("n512-k128-w32", ("model.projection=none",)),
+    "window alone, w=96": Variant("n512-k128-w32", ("model.projection=none", "model.local_window=96")),
+    "k=256": Variant("n512-k256-layerwise"),
+    "k=128": Variant(LINFORMER),
+    "k=128 headwise": Variant("n512-k128-headwise"),
+    "k=128 dynamic": Variant(LINFORMER, ("model.projection=dynamic",)),
+}
+# The cells that were missing of learning rate of E × its initial values × those of the positions.
+SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
+SWEEP = {
+    (scale, init, positions): (
+        f"model.projection_scale={scale}",
+        f"model.projection_init={init}",
+        f"model.position_init={positions}",
+    )
+    for scale, init, positions in itertools.product(SCALES, ("window", "gaussian"), ("sinusoidal", "normal"))
+}
+LONGER = {name: VARIANTS[name] for name in (TWIN, "k=128", "k=256", "k=128 w=32", "window alone, w=32")}
+
+
+def jobs(place: Place, console: Console) -> list[Job]:
+    """The first seed of all variants, further seeds, the sweep, and longer training."""
+    tokens = corpus(place, "wiki", console)
+
+    def job(name: str, recipe: str, *changes: str) -> Job:
+        return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=["short_rows=0.0", *changes])
+
+    found = [
+        job(run_name(name, seed), variant.recipe, *variant.changes, f"seed={seed}")
+        for seed in range(max(variant.seeds for variant in VARIANTS.values()))
+        for name, variant in VARIANTS.items()
+        if seed < variant.seeds
+    ]
+    found += [job(sweep_name(*cell), LINFORMER, *changes) for cell, changes in SWEEP.items()]
+    longer = (f"steps={LONG}", "eval_every=1000")
+    found += [job(run_name(name, 0, LONG), own.recipe, *own.changes, *longer) for name, own in LONGER.items()]
+    return found
+
+
+def run_name(variant: str, seed: int, steps: int | None = None) -> str:
+    plain = variant.replace(", ", "-").replace(" ", "-").replace("=", "")
+    return f"{plain}-s{seed}" if steps is None else f"{plain}-{steps}-s{seed}"
+
+
+def sweep_name(scale: float, init: str, positions: str) -> str:
+    return f"sweep-{init}-{positions}-{scale}"
+
+
+def collect(store: Store) -> dict[str, Any]:
+    """Each variant over its seeds, the sweep's perplexities, and the longer runs; `None` where a run is missing."""
+
+    def results(names: Sequence[str]) -> list[dict[str, Any]]:
+        return [record["result"] for name in names if (record := store.read(f"{GROUP}/{name}")) is not None]
+
+    variants = {
+        name: summary(results([run_name(name, seed) for seed in range(own.seeds)])) for name, own in VARIANTS.items()
+    }
+    sweep = [
+        {"scale": s, "init": i, "positions": p, **(summary(results([sweep_name(s, i, p)])) or {"mean": None})}
+        for s, i, p in SWEEP
+    ]
+    longer = {name: summary(results([run_name(name, 0, LONG)])) for name in LONGER}
+    return {"variants": variants, "sweep": sweep, "longer": longer}
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The mean curve of several seeds' perplexity, its spread at the end, and the seconds of a step."""
+    if not results:
+        return None
+    curves = [dict(result["curve"]) for result in results]
+    steps = sorted(set.intersection(*map(set, curves)))
+    ends = [curve[steps[-1]] for curve in curves]
+    return {
+        "seeds": len(results),
+        "ends": ends,
+        "mean": statistics.mean(ends),
+        "std": statistics.stdev(ends) if len(ends) > 1 else 0.0,
+        "curve": [[step, statistics.mean(curve[step] for curve in curves)] for step in steps],
+        "seconds_per_step": results[0]["tokens_per_step"] / max(result["tokens_per_second"] for result in results),
+    }
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    found = {name: own for name, own in record["variants"].items() if own}
+    against_time = {
+        name: [(step * own["seconds_per_step"] / 60, value) for step, value in own["curve"]]
+        for name, own in found.items()
+    }
+    plots.quality({name: own["curve"] for name, own in found.items()}, against_time, path)
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """Tables over variants, over the sweep, and over longer training."""
+    lines = ["Perplexity after 2,000 steps of 32,768 tokens:", "", *_table(record["variants"])]
+    if any(cell["mean"] for cell in record["sweep"]):
+        columns = list(dict.fromkeys((cell["init"], cell["positions"]) for cell in record["sweep"]))
+        by_place = {(cell["scale"], cell["init"], cell["positions"]): cell["mean"] for cell in record["sweep"]}
+        lines += [
+            "Pure Linformer, k = 128, layerwise: the rate s of E, its initial values, those of the positions:",
+            "",
+        ]
+        lines += ["| s | " + " | ".join(f"{init}, {positions}" for init, positions in columns) + " |"]
+        lines += ["|" + "---|" * (len(columns) + 1)]
+        for scale in SCALES:
+            values = [by_place[scale, *column] for column in columns]
+            lines.append(f"| {scale:g} | " + " | ".join("missing" if v is None else f"{v:.1f}" for v in values) + " |")
+        lines.append("")
+    if any(record["longer"].values()):
+        lines += [f"After {LONG:,} steps:", "", *_table(record["longer"])]
+    return lines
+
+
+def _table(variants: Mapping[str, Any]) -> list[str]:
+    twin = variants[TWIN]
+    lines = ["| model | seeds | perplexity | of the twin's | time of a step, of the twin's |", "|---|---|---|---|---|"]
+    for name, own in sorted(variants.items(), key=lambda item: item[1]["mean"] if item[1] else float("inf")):
+        if own is None:
+            lines.append(f"| {name} | 0 | missing | | |")
+            continue
+        ratio = f"{own['mean'] / twin['mean']:.2f}" if twin else "–"
+        time = f"{own['seconds_per_step'] / twin['seconds_per_step']:.1f}" if twin else "–"
+        spread = f" ± {own['std']:.1f}" if own["seeds"] > 1 else ""
+        lines.append(f"| {name} | {own['seeds']} | {own['mean']:.1f}{spread} | {ratio} | {time} |")
+    return [*lines, ""]

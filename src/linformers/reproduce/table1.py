@@ -1,0 +1,172 @@
+"""Table 1: how the time of one layer grows with n, measured, beside the theory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .. import plots
+from ..benchmark.measure import OutOfMemoryError, Run, best_device, interleaved, memory_errors, release
+from ..layer import LinformerAttention
+from .matrix import Place
+
+HIDDEN, HEADS, PROJECTED = 512, 8, 128
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+TINY_LENGTHS = (128, 256, 512)
+# Below, what does not grow with n (starting kernels, W) is most of the time.
+FITTED = 3
+
+
+class Theory(NamedTuple):
+    """What the paper says of an architecture: time of a layer, and its longest chain of sequential operations."""
+
+    time: str
+    exponent: float
+    chain: str
+
+
+THEORY = {
+    "recurrent (LSTM)": Theory("n", 1, "n"),
+    "Transformer": Theory("n²", 2, "1"),
+    "Sparse Transformer": Theory("n√n", 1.5, "1"),
+    "Reformer": Theory("n log n", 1, "log n"),
+    "Linformer": Theory("n", 1, "1"),
+}
+
+
+class Recurrent(nn.Module):
+    """A layer of long short-term memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(HIDDEN, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Sparse(nn.Module):
+    """Strided sparse attention (Child et al., 2019): each token sees its block of √n and every √n-th token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        side = 2 ** (n.bit_length() // 2)  # near √n, and divides n
+        q, k, v = self.inward(x).view(b, n // side, side, 3, HEADS, -1).permute(3, 4, 0, 1, 2, 5)  # (h, b, n/s, s, d)
+        near = functional.scaled_dot_product_attention(q, k, v)
+        far = functional.scaled_dot_product_attention(*(t.transpose(2, 3) for t in (q, k, v))).transpose(2, 3)
+        return self.outward((near + far).permute(1, 2, 3, 0, 4).reshape(b, n, -1))
+
+
+def reformer(n: int) -> nn.Module:
+    """The hashing attention of transformers' Reformer; its number of buckets grows with n."""
+    from transformers import ReformerConfig
+    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+    class Hashing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            buckets = 2 * n // 64
+            config = ReformerConfig(
+                hidden_size=HIDDEN,
+                num_attention_heads=HEADS,
+                attention_head_size=HIDDEN // HEADS,
+                num_hashes=1,
+                num_buckets=[2 ** (buckets.bit_length() // 2), buckets // 2 ** (buckets.bit_length() // 2)],
+                lsh_attn_chunk_length=64,
+                is_decoder=False,
+                attn_layers=["lsh"],
+            )
+            self.attention = LSHSelfAttention(config, layer_idx=0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x).hidden_states
+
+    return Hashing()
+
+
+def layers(n: int) -> dict[str, Callable[[], nn.Module]]:
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_heads": HEADS, "max_length": n, "dropout": 0.0}
+    return {
+        "recurrent (LSTM)": Recurrent,
+        "Transformer": lambda: LinformerAttention(**sizes, projected_length=n, projection="identity"),
+        "Sparse Transformer": Sparse,
+        "Reformer": lambda: reformer(n),
+        "Linformer": lambda: LinformerAttention(**sizes, projected_length=min(PROJECTED, n)),
+    }
+
+
+@torch.no_grad()
+def measure(place: Place, console: Console) -> dict[str, Any]:
+    """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
+    device = best_device()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    lengths = TINY_LENGTHS if place.small else LENGTHS
+    seconds: dict[str, list[float | None]] = {name: [] for name in THEORY}
+    for n in lengths:
+        with console.status(f"n={n}"):
+            found = _seconds(n, device, dtype)
+        for name, values in seconds.items():
+            values.append(found.get(name))
+    return {"lengths": lengths, "hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype), "seconds": seconds}
+
+
+def _seconds(n: int, device: str, dtype: torch.dtype) -> dict[str, float]:
+    x = torch.randn(1, n, HIDDEN, device=device, dtype=dtype)
+    runs: dict[str, Run] = {}
+    for name, make in layers(n).items():
+        try:
+            with memory_errors(), torch.device(device):
+                layer = make().to(dtype).eval()
+                layer(x)
+                runs[name] = lambda layer=layer: layer(x)  # type: ignore[misc]
+        except OutOfMemoryError:
+            pass
+        release()
+    return interleaved(runs)
+
+
+def exponent(lengths: Sequence[int], seconds: Sequence[float | None]) -> float | None:
+    """The slope of log time over log n at the longest lengths, by least squares."""
+    points = [(math.log(n), math.log(s)) for n, s in zip(lengths, seconds, strict=True) if s is not None][-FITTED:]
+    if len(points) < 2:
+        return None
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    curves = {
+        name: [(n, 1000 * s) for n, s in zip(record["lengths"], values, strict=True) if s is not None]
+        for name, values in record["seconds"].items()
+    }
+    plots.growth({name: points for name, points in curves.items() if points}, path)
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """The table, with the exponent of n that was measured."""
+    lengths = record["lengths"]
+    lines = [
+        f"One layer of {record['hidden']} channels, one sequence in a pass; the exponent of n is fitted to the "
+        f"{FITTED} longest of n = {', '.join(map(str, lengths))}.",
+        "",
+        "| architecture | time, in theory | exponent, in theory | exponent, measured | longest chain | ms at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (time, theory, chain) in THEORY.items():
+        values = record["seconds"][name]
+        own = exponent(lengths, values)
+        measured = "–" if own is None else f"{own:.2f}"
+        last = "out of memory" if values[-1] is None else f"{1000 * values[-1]:.2f}"
+        lines.append(f"| {name} | O({time}) | {theory:g} | {measured} | O({chain}) | {last} |")
+    return [*lines, ""]

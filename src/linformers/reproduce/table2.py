@@ -1,0 +1,127 @@
+"""Table 2: pretrained models fine-tuned on four tasks, beside the paper's numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ..training.finetune import Settings
+from . import figure3
+from .jobs import Job, Store
+from .matrix import TASKS, Place, corpus, finetuning
+
+SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
+TINY = Settings(seeds=1, epochs=1, batch_size=16, learning_rate=1e-3)
+
+TWIN, LOCAL = "Transformer twin", "Linformer, 128, local window 32"
+
+
+class Row(NamedTuple):
+    """A model of the table: its recipe here, and the paper's accuracies, where there are any."""
+
+    n: int
+    model: str
+    recipe: str | None
+    paper: tuple[float, float, float, float] | None
+
+
+ROWS = (
+    Row(512, TWIN, "n512-twin", (93.1, 94.1, 90.9, 90.9)),
+    Row(512, "Linformer, 128", "n512-k128-headwise", (92.4, 94.0, 90.4, 90.2)),
+    Row(512, "Linformer, 128, shared kv", "n512-k128-key-value", (93.4, 93.4, 90.3, 90.3)),
+    Row(512, "Linformer, 128, shared kv, layer", "n512-k128-layerwise", (93.2, 93.8, 90.1, 90.2)),
+    Row(512, "Linformer, 256", "n512-k256-headwise", (93.2, 94.0, 90.6, 90.5)),
+    Row(512, "Linformer, 256, shared kv", "n512-k256-key-value", (93.3, 93.6, 90.6, 90.6)),
+    Row(512, "Linformer, 256, shared kv, layer", "n512-k256-layerwise", (93.1, 94.1, 91.2, 90.8)),
+    Row(512, LOCAL, "n512-k128-w32", None),
+    Row(512, "BERT-base", None, (92.7, 93.5, 91.8, 89.6)),
+    Row(512, "DistilBERT", None, (91.3, 92.8, 89.2, 88.5)),
+    Row(1024, "Linformer, 256", "n1024-k256-headwise", (93.0, 93.8, 90.4, 90.4)),
+    Row(1024, "Linformer, 256, shared kv", "n1024-k256-key-value", (93.0, 93.6, 90.3, 90.4)),
+    Row(1024, "Linformer, 256, shared kv, layer", "n1024-k256-layerwise", (93.2, 94.2, 90.8, 90.5)),
+)
+# The rows that decide come first, since time on a GPU is short.
+FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
+
+
+def jobs(place: Place, console: Console) -> list[Job]:
+    """Each model's pretraining, then its tasks."""
+    tokens = corpus(place, "wiki-books", console)
+    recipes = [row.recipe for row in ROWS if row.recipe is not None]
+    found = []
+    for recipe in sorted(recipes, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+        first = figure3.pretraining_job(place, tokens, recipe)
+        model, settings = place.runs / first.name / "model", TINY if place.small else SETTINGS
+        found.append(first)
+        for task in TASKS:
+            found.append(finetuning(place, f"{first.name}-{task}", model, task, settings, first.key, first))
+    return found
+
+
+def collect(store: Store) -> dict[str, Any]:
+    """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
+    notes: dict[str, str] = {}
+    rows = []
+    for row in ROWS:
+        ours: dict[str, list[float] | None] | None = None
+        if row.recipe is not None:
+            ours = {}
+            for task in TASKS:
+                record = store.read(f"{figure3.GROUP}/{row.recipe}-{task}")
+                ours[task] = None if record is None else [100 * x for x in record["result"]["accuracy"]]
+                if record is not None and record["result"]["note"]:
+                    notes[task] = record["result"]["note"]
+        rows.append({"n": row.n, "model": row.model, "paper": row.paper, "ours": ours})
+    return {"rows": rows, "notes": notes}
+
+
+def average(row: Mapping[str, Any]) -> float | None:
+    """Of our four accuracies, once all are there."""
+    if row["ours"] is None or not all(row["ours"].values()):
+        return None
+    return statistics.mean(mean for mean, _ in row["ours"].values())
+
+
+def claims(record: Mapping[str, Any]) -> list[str]:
+    rows = record["rows"]
+    averages = {(row["n"], row["model"]): own for row in rows if (own := average(row)) is not None}
+    twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
+    pure = {place: own for place, own in averages.items() if place[1] not in (TWIN, LOCAL)}
+    lines = []
+    if twin is not None and pure:
+        (n, model), best = max(pure.items(), key=lambda item: item[1])
+        lines.append(
+            f"“Comparable downstream”: {figure3.verdict(best >= twin - 0.5)}. The best pure Linformer ({model}, "
+            f"n = {n}) has {best:.2f} on average, the twin {twin:.2f} (the paper: 92.30 against 92.25)."
+        )
+    if twin is not None and local is not None:
+        how = "above" if local > twin else "below"
+        lines.append(f"With a local window of 32 it is {local:.2f}: {how} the twin.")
+    shared = {model: own for (n, model), own in averages.items() if n == 512 and model.startswith("Linformer, 256")}
+    if len(shared) == 3:
+        best_way = max(shared, key=lambda model: shared[model])
+        named = "; ".join(f"{model} {own:.2f}" for model, own in shared.items())
+        lines.append(f"“Layerwise sharing is best downstream”: {figure3.verdict('layer' in best_way)}. {named}.")
+    return lines
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """The table: ours, mean ± deviation over seeds, and the paper's."""
+    lines = ["Accuracy in percent: ours, mean ± deviation over three seeds, and (the paper's).", ""]
+    lines += ["| n | model | SST-2 | IMDB | QNLI | QQP | average |", "|---|---|---|---|---|---|---|"]
+    for row in record["rows"]:
+        paper = row["paper"] or (None,) * len(TASKS)
+        cells = []
+        for task, published in zip(TASKS, paper, strict=True):
+            own = None if row["ours"] is None else row["ours"][task]
+            ours = "–" if row["ours"] is None else "missing" if own is None else f"{own[0]:.1f} ± {own[1]:.1f}"
+            cells.append(ours if published is None else f"{ours} ({published})")
+        mean = average(row)
+        published = "" if row["paper"] is None else f" ({statistics.mean(row['paper']):.2f})"
+        cells.append(("–" if mean is None else f"{mean:.2f}") + published)
+        lines.append(f"| {row['n']} | {row['model']} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"- {task}: {note}." for task, note in record["notes"].items())]
+    return [*lines, *(f"- {line}" for line in claims(record)), ""]

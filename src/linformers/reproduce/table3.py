@@ -1,0 +1,141 @@
+"""Table 3 and Figure 2: time and memory over (n, k) against unfused attention, by `linformers bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .. import plots
+from ..benchmark import report
+from ..benchmark.efficiency import FUSED, UNFUSED, Cell, curves, mebibytes, milliseconds
+from ..benchmark.measure import best_device
+from .matrix import Place
+
+PROJECTED = (128, 256, 512, 1024, 2048)
+PAPER = {
+    "time": {
+        512: (1.5, 1.3),
+        1024: (1.7, 1.6, 1.3),
+        2048: (2.6, 2.4, 2.1, 1.3),
+        4096: (3.4, 3.2, 2.8, 2.2, 1.3),
+        8192: (5.5, 5.0, 4.4, 3.5, 2.1),
+        16384: (8.6, 7.8, 7.0, 5.6, 3.3),
+        32768: (13, 12, 11, 8.8, 5.0),
+        65536: (20, 18, 16, 14, 7.9),
+    },
+    "memory": {
+        512: (1.7, 1.5),
+        1024: (3.0, 2.9, 1.8),
+        2048: (6.1, 5.6, 3.6, 2.0),
+        4096: (14, 13, 8.3, 4.3, 2.3),
+        8192: (28, 26, 17, 8.5, 4.5),
+        16384: (56, 48, 32, 16, 8),
+        32768: (56, 48, 36, 18, 16),
+        65536: (60, 52, 40, 20, 18),
+    },
+}
+
+
+def settings(place: Place) -> report.Settings:
+    """What is measured: the paper's lengths with all of its k, 65,536 tokens in a pass, 16 GiB for the batches."""
+    on_gpu = best_device() == "cuda"
+    if place.small:
+        return report.Settings((128, 256, 512), (32, 64), 512, 2, 64, models=("unfused", "twin", "linformer"))
+    return report.Settings(
+        lengths=tuple(PAPER["time"]),
+        projected=PROJECTED,
+        tokens=65536,
+        layers=12,
+        hidden=768,
+        models=("unfused", "twin", "linformer"),
+        batches=on_gpu,
+        memory=16 if on_gpu else None,
+    )
+
+
+def folders(place: Place) -> list[Path]:
+    """Where what was measured lies: one run or several, over different n."""
+    return sorted(path.parent for path in (place.results / "efficiency").glob("table3*/efficiency.json"))
+
+
+def measure(place: Place, console: Console) -> dict[str, Any]:
+    """Run the benchmark, and collect."""
+    out = place.results / "efficiency" / "table3"
+    report.run(settings(place), out=out, command="linformers reproduce table3", console=console)
+    return collect(place)
+
+
+def collect(place: Place) -> dict[str, Any]:
+    """All cells, and the runs that they come from."""
+    records = {folder.name: json.loads((folder / "efficiency.json").read_text()) for folder in folders(place)}
+    return {
+        "runs": {name: report.provenance(record) for name, record in records.items()},
+        "cells": [cell for record in records.values() for cell in record["lengths"]],
+    }
+
+
+def savings(cells: Sequence[Mapping[str, Any]], measure: str) -> dict[tuple[int, int], float]:
+    """How many times less a Linformer takes than the unfused Transformer, by (n, k), where both fit.
+
+    Memory is measured by the largest batch that fits, as in the paper; where none was looked for, as on a CPU, by the
+    peak of a pass.
+    """
+    inference = [cell for cell in cells if cell["task"] == "inference" and cell["seconds"] is not None]
+
+    def cost(cell: Mapping[str, Any]) -> float | None:
+        if measure == "time":
+            return cell["seconds"]
+        if cell["largest_batch"] is not None:
+            return 1 / cell["largest_batch"] if cell["largest_batch"] else None
+        return cell["peak_bytes"]
+
+    unfused = {cell["n"]: own for cell in inference if cell["model"] == UNFUSED and (own := cost(cell))}
+    return {
+        (cell["n"], cell["k"]): unfused[cell["n"]] / own
+        for cell in inference
+        if cell["model"] == f"Linformer k={cell['k']}" and cell["n"] in unfused and (own := cost(cell))
+    }
+
+
+def verdict(ours: Mapping[tuple[int, int], float], measure: str) -> str:
+    """How many cells of the paper are beaten, and which are not."""
+    paper = {(n, k): x for n, row in PAPER[measure].items() for k, x in zip(PROJECTED, row, strict=False)}
+    both = [place for place in paper if place in ours]
+    if not both:
+        return f"{measure}: no cell of the paper's table was measured, for a Transformer and a Linformer alike."
+    missed = [f"n={n}, k={k}" for n, k in both if ours[n, k] <= paper[n, k]]
+    line = f"{measure}: {len(both) - len(missed)} of {len(both)} cells that were measured and fit are beaten"
+    return f"{line}; not: {'; '.join(missed)}." if missed else f"{line}."
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Figure 2, right: time and memory against n, a line for each k."""
+    cells = [Cell(**cell) for cell in record["cells"] if cell["task"] == "inference"]
+    plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), path)
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """Both halves of the table: ours and (the paper's)."""
+    lines = []
+    for measure in PAPER:
+        ours = savings(record["cells"], measure)
+        lines += [f"**{measure.capitalize()} saved in inference against unfused attention: ours (the paper's)**", ""]
+        lines += ["| n | " + " | ".join(f"k={k}" for k in PROJECTED) + " |", "|" + "---|" * (len(PROJECTED) + 1)]
+        for n, row in PAPER[measure].items():
+            cells = [
+                f"{f'{ours[n, k]:.1f}×' if (n, k) in ours else 'none'} ({paper}×)"
+                for k, paper in zip(PROJECTED, row, strict=False)
+            ]
+            lines.append(f"| {n} | " + " | ".join([*cells, *["–"] * (len(PROJECTED) - len(cells))]) + " |")
+        lines.append("")
+    lines += [f"- {verdict(savings(record['cells'], measure), measure)}" for measure in PAPER]
+    fused = {cell["n"]: cell["seconds"] for cell in record["cells"] if cell["model"] == FUSED}
+    unfused = {cell["n"]: cell["seconds"] for cell in record["cells"] if cell["model"] == UNFUSED}
+    gains = [f"{unfused[n] / fused[n]:.1f}× at n = {n}" for n in fused if fused[n] and unfused.get(n)]
+    if gains:
+        lines.append(f"- Fused attention alone saves {', '.join(gains)}: today's baseline is not the paper's.")
+    return [*lines, "- “None” was not measured, or the Transformer did not fit into memory.", ""]
