@@ -340,6 +340,7 @@ def reproduce(
         "runs/reproduce"
     ),
     results: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results"),
+    only: Annotated[list[str] | None, typer.Option(help="Of the runs, those so called; * stands for anything.")] = None,
     at_once: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes; run again to go on.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny models: a test of the whole path.")] = False,
@@ -352,7 +353,7 @@ def reproduce(
     if small and (runs, results) == (Path("runs/reproduce"), Path("results")):
         runs, results = Path("runs/reproduce-small"), Path("runs/reproduce-small/results")
     place = Place(data, recipes, runs, results, small)
-    sys.exit(all_sections.run(sections, place, console, _command(), at_once=at_once, minutes=minutes))
+    sys.exit(all_sections.run(sections, place, console, only=only or (), at_once=at_once, minutes=minutes))
 
 
 def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:

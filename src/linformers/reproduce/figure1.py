@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..analysis import figure1
 from ..analysis.spectrum import rank_correlation
+from .jobs import origin
 from .matrix import Place
 
 # Encoders by the name of their row: a folder under models/ of the data where there is one, otherwise the hub's name.
@@ -61,7 +62,8 @@ def collect(place: Place) -> dict[str, Any]:
     """Of each spectrum that is there, the shares of its first values; `None` for rows that are missing."""
     known = {row: place.results / "spectrum" / row for row in rows()}
     found = {path.parent.name: path.parent for path in (place.results / "spectrum").glob("*/spectrum.json")}
-    return {"rows": {row: summary(folder) for row, folder in (known | found).items()}}
+    runs = {row: origin(json.loads((folder / "spectrum.json").read_text())) for row, folder in found.items()}
+    return {"runs": runs, "rows": {row: summary(folder) for row, folder in (known | found).items()}}
 
 
 def summary(folder: Path) -> dict[str, Any] | None:
@@ -71,8 +73,6 @@ def summary(folder: Path) -> dict[str, Any] | None:
     record = json.loads(path.read_text())
     shares = np.array(record["cumulative"])[:, :, record["at"] - 1]  # (layers, heads)
     return {
-        "command": record["command"],
-        "commit": record["commit"],
         "n": record["n"],
         "at": record["at"],
         "sentences": record["sentences"],

@@ -69,14 +69,15 @@ def pretraining_job(place: Place, tokens: Path, recipe: str) -> Job:
 
 def collect(store: Store) -> dict[str, Any]:
     """The curves of all panels, and where each comes from; `None` where a run is missing."""
-    panels = {}
-    for name, (title, curves) in PANELS.items():
-        found = {label: store.read(f"{GROUP}/{run}") for label, run in curves.items()}
-        panels[name] = {
+    results, runs = store.results(f"{GROUP}/{name}" for _, curves in PANELS.values() for name in curves.values())
+    panels = {
+        panel: {
             "title": title,
-            "curves": {label: record and record["result"]["curve"] for label, record in found.items()},
+            "curves": {label: results.get(f"{GROUP}/{name}", {}).get("curve") for label, name in curves.items()},
         }
-    return {"panels": panels}
+        for panel, (title, curves) in PANELS.items()
+    }
+    return {"runs": runs, "panels": panels}
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

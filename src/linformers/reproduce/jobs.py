@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,6 +76,13 @@ class Store:
         path = self._path(name)
         return json.loads(path.read_text()) if path.is_file() else None
 
+    def results(self, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the runs that are there, by name: their results, and where these come from."""
+        found = {name: record for name in names if (record := self.read(name)) is not None}
+        return {name: record["result"] for name, record in found.items()}, {
+            name: origin(record) for name, record in found.items()
+        }
+
     def write(self, job: Job) -> None:
         where = {"command": " ".join(job.command), "commit": commit(), **environment()}
         record = {"key": job.key, **where, "decides": job.decides, "result": job.collect()}
@@ -85,6 +92,11 @@ class Store:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+def origin(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the numbers of a record come from."""
+    return {name: record[name] for name in ("command", "commit", "device", "python", "torch", "transformers")}
 
 
 @dataclass

@@ -78,8 +78,9 @@ def save_untrained(folder: Path, model: LinformerConfig) -> None:
 
 
 def collect(store: Store) -> dict[str, Any]:
-    found = {name: store.read(run_name(name)) for name in MODELS}
-    return {"rows": {name: record and record["result"]["accuracy"] for name, record in found.items()}}
+    """The accuracy of each model, mean and deviation; `None` where it is missing."""
+    results, runs = store.results(map(run_name, MODELS))
+    return {"runs": runs, "rows": {name: results.get(run_name(name), {}).get("accuracy") for name in MODELS}}
 
 
 def page(record: Mapping[str, Any]) -> list[str]:

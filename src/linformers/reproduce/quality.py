@@ -49,6 +49,8 @@ SWEEP = {
     )
     for scale, init, positions in itertools.product(SCALES, ("window", "gaussian"), ("sinusoidal", "normal"))
 }
+# This cell is a variant, too.
+KNOWN = (0.03, "window", "sinusoidal")
 LONGER = {name: VARIANTS[name] for name in (TWIN, "k=128", "k=256", "k=128 w=32", "window alone, w=32")}
 
 
@@ -65,7 +67,7 @@ def jobs(place: Place, console: Console) -> list[Job]:
         for name, variant in VARIANTS.items()
         if seed < variant.seeds
     ]
-    found += [job(sweep_name(*cell), LINFORMER, *changes) for cell, changes in SWEEP.items()]
+    found += [job(sweep_name(*cell), LINFORMER, *changes) for cell, changes in SWEEP.items() if cell != KNOWN]
     longer = (f"steps={LONG}", "eval_every=1000")
     found += [job(run_name(name, 0, LONG), own.recipe, *own.changes, *longer) for name, own in LONGER.items()]
     return found
@@ -77,24 +79,30 @@ def run_name(variant: str, seed: int, steps: int | None = None) -> str:
 
 
 def sweep_name(scale: float, init: str, positions: str) -> str:
+    if (scale, init, positions) == KNOWN:
+        return run_name("k=128", 0)
     return f"sweep-{init}-{positions}-{scale}"
 
 
 def collect(store: Store) -> dict[str, Any]:
     """Each variant over its seeds, the sweep's perplexities, and the longer runs; `None` where a run is missing."""
+    names = {name: [run_name(name, seed) for seed in range(own.seeds)] for name, own in VARIANTS.items()}
+    longer = {name: [run_name(name, 0, LONG)] for name in LONGER}
+    every = [*itertools.chain(*names.values(), *longer.values()), *(sweep_name(*cell) for cell in SWEEP)]
+    results, runs = store.results(f"{GROUP}/{name}" for name in every)
 
-    def results(names: Sequence[str]) -> list[dict[str, Any]]:
-        return [record["result"] for name in names if (record := store.read(f"{GROUP}/{name}")) is not None]
+    def over(names: Sequence[str]) -> dict[str, Any] | None:
+        return summary([results[f"{GROUP}/{name}"] for name in names if f"{GROUP}/{name}" in results])
 
-    variants = {
-        name: summary(results([run_name(name, seed) for seed in range(own.seeds)])) for name, own in VARIANTS.items()
-    }
     sweep = [
-        {"scale": s, "init": i, "positions": p, **(summary(results([sweep_name(s, i, p)])) or {"mean": None})}
-        for s, i, p in SWEEP
+        {"scale": s, "init": i, "positions": p, **(over([sweep_name(s, i, p)]) or {"mean": None})} for s, i, p in SWEEP
     ]
-    longer = {name: summary(results([run_name(name, 0, LONG)])) for name in LONGER}
-    return {"variants": variants, "sweep": sweep, "longer": longer}
+    return {
+        "runs": runs,
+        "variants": {name: over(own) for name, own in names.items()},
+        "sweep": sweep,
+        "longer": {name: over(own) for name, own in longer.items()},
+    }
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import fnmatch
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +13,8 @@ from rich.console import Console
 
 from .. import plots
 from ..checks import check_choice, check_size
-from ..provenance import commit, environment
 from . import figure1, figure3, jobs, long_documents, quality, table1, table2, table3
-from .jobs import CODE_VERSION, Job, Store
+from .jobs import Job, Store
 from .matrix import Place
 
 # Sections that are made of runs, and those that are measured in one go.
@@ -55,12 +54,14 @@ def run(
     names: Sequence[str],
     place: Place,
     console: Console,
-    command: str,
     *,
+    only: Sequence[str] = (),
     at_once: int = 1,
     minutes: float | None = None,
 ) -> int:
     """Make sections; what is there already, by the same recipe, data and code, is not run again.
+
+    Of their runs, those whose names are like one of `only` are run (`*` stands for anything), or all.
 
     Returns:
         The exit code: 0, 1 where something is missing, or 128 plus the number of the signal that stopped it.
@@ -75,27 +76,28 @@ def run(
     store = Store(place.results / "runs")
     trained = [name for name in wanted if name in TRAINED]
     if trained:
-        every: list[Job] = [job for name in trained for job in TRAINED[name].jobs(place, console)]
+        every = chosen([job for name in trained for job in TRAINED[name].jobs(place, console)], only)
         seconds = None if minutes is None else 60 * minutes
         code = jobs.run(every, store, place.runs / "logs", console, at_once=at_once, seconds=seconds)
     for name in wanted:
         if code > 1:
             break
-        record = TRAINED[name].collect(store) if name in TRAINED else _measured(name, place, console)
-        _write(name, {"command": command, "commit": commit(), **environment(), **record}, place)
-    write_page(place)
-    console.print(f"Written to {place.results} and {page_path(place)}", markup=False)
+        record = TRAINED[name].collect(store) if name in TRAINED else MEASURED[name].measure(place, console)
+        _write(name, record, place)
+    page = page_path(place)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(page_text(place), encoding="utf-8")
+    console.print(f"Written to {place.results} and {page}", markup=False)
     return code
 
 
-def _measured(name: str, place: Place, console: Console) -> dict[str, Any]:
-    """What a section measured before with the same code and sizes, or else measures now."""
-    key = hashlib.sha256(repr((name, CODE_VERSION, place.small)).encode()).hexdigest()[:16]
-    path = _path(name, place)
-    if path.is_file() and (before := json.loads(path.read_text())).get("key") == key:
-        console.print(f"{name} is there already; delete {path} to measure it again", highlight=False, markup=False)
-        return before
-    return {"key": key, **MEASURED[name].measure(place, console)}
+def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
+    """The jobs whose names, without their group, are like one of `only`."""
+    names = {job.name.rpartition("/")[2]: None for job in every}
+    for pattern in only:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"only={pattern!r} is like none of the runs: {', '.join(names)}")
+    return [job for job in every if not only or any(fnmatch.fnmatch(job.name.rpartition("/")[2], p) for p in only)]
 
 
 def _path(name: str, place: Place) -> Path:
@@ -115,8 +117,8 @@ def _write(name: str, record: dict[str, Any], place: Place) -> None:
             plots.architecture(path.with_name(f"architecture.{suffix}"))
 
 
-def write_page(place: Place) -> None:
-    """`docs/results.md`, from the json of all sections that there are."""
+def page_text(place: Place) -> str:
+    """What `docs/results.md` holds, from the json of all sections that there are."""
     lines = [INTRODUCTION]
     for name, title in TITLES.items():
         path = _path(name, place)
@@ -130,11 +132,16 @@ def write_page(place: Place) -> None:
             lines += [f"![Where E and F stand]({where}/architecture.png)", ""]
         if path.with_suffix(".png").is_file():
             lines += [f"![{title}]({where}/{name}.png)", ""]
-        made = f"`{record['command']}` at commit {record['commit']} on {record['device']}, torch {record['torch']}"
-        lines += [f"[{name}.json]({where}/{name}.json): {made}.", ""]
-    path = page_path(place)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines), encoding="utf-8")
+        lines += [f"From [{name}.json]({where}/{name}.json): {origins(record['runs'])}.", ""]
+    return "\n".join(lines)
+
+
+def origins(runs: Mapping[str, Any]) -> str:
+    """How many runs there are, where they ran, and at which commits; their commands stand in the json."""
+    machines = {f"{run['device']} (torch {run['torch']}, transformers {run['transformers']})" for run in runs.values()}
+    commits = {str(run["commit"])[:7] for run in runs.values()}
+    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
+    return f"{count} on {' and '.join(sorted(machines))} at {', '.join(sorted(commits))}" if runs else "no run yet"
 
 
 def page_path(place: Place) -> Path:

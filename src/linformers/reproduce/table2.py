@@ -63,19 +63,24 @@ def jobs(place: Place, console: Console) -> list[Job]:
 
 def collect(store: Store) -> dict[str, Any]:
     """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
-    notes: dict[str, str] = {}
-    rows = []
-    for row in ROWS:
-        ours: dict[str, list[float] | None] | None = None
-        if row.recipe is not None:
-            ours = {}
-            for task in TASKS:
-                record = store.read(f"{figure3.GROUP}/{row.recipe}-{task}")
-                ours[task] = None if record is None else [100 * x for x in record["result"]["accuracy"]]
-                if record is not None and record["result"]["note"]:
-                    notes[task] = record["result"]["note"]
-        rows.append({"n": row.n, "model": row.model, "paper": row.paper, "ours": ours})
-    return {"rows": rows, "notes": notes}
+    recipes = [row.recipe for row in ROWS if row.recipe is not None]
+    results, runs = store.results(f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS)
+
+    def accuracy(recipe: str, task: str) -> list[float] | None:
+        result = results.get(f"{figure3.GROUP}/{recipe}-{task}")
+        return None if result is None else [100 * x for x in result["accuracy"]]
+
+    rows = [
+        {
+            "n": row.n,
+            "model": row.model,
+            "paper": row.paper,
+            "ours": None if row.recipe is None else {task: accuracy(row.recipe, task) for task in TASKS},
+        }
+        for row in ROWS
+    ]
+    notes = {task: r["note"] for task in TASKS for name, r in results.items() if name.endswith(task) and r["note"]}
+    return {"runs": runs, "rows": rows, "notes": notes}
 
 
 def average(row: Mapping[str, Any]) -> float | None:

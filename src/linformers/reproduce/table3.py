@@ -13,6 +13,7 @@ from .. import plots
 from ..benchmark import report
 from ..benchmark.efficiency import FUSED, UNFUSED, Cell, curves, mebibytes, milliseconds
 from ..benchmark.measure import best_device
+from .jobs import origin
 from .matrix import Place
 
 PROJECTED = (128, 256, 512, 1024, 2048)
@@ -63,9 +64,12 @@ def folders(place: Place) -> list[Path]:
 
 
 def measure(place: Place, console: Console) -> dict[str, Any]:
-    """Run the benchmark, and collect."""
-    out = place.results / "efficiency" / "table3"
-    report.run(settings(place), out=out, command="linformers reproduce table3", console=console)
+    """Run the benchmark, unless that has been done, and collect."""
+    if before := folders(place):
+        console.print(f"taken from {', '.join(map(str, before))}", highlight=False, markup=False)
+    else:
+        out = place.results / "efficiency" / "table3"
+        report.run(settings(place), out=out, command="linformers reproduce table3", console=console)
     return collect(place)
 
 
@@ -73,7 +77,7 @@ def collect(place: Place) -> dict[str, Any]:
     """All cells, and the runs that they come from."""
     records = {folder.name: json.loads((folder / "efficiency.json").read_text()) for folder in folders(place)}
     return {
-        "runs": {name: report.provenance(record) for name, record in records.items()},
+        "runs": {name: origin(record) for name, record in records.items()},
         "cells": [cell for record in records.values() for cell in record["lengths"]],
     }
 

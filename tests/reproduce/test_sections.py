@@ -1,0 +1,223 @@
+"""From raw text to the page of results, with tiny models; and what the page says of numbers."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from linformers.benchmark.efficiency import FUSED, UNFUSED
+from linformers.cli import app
+from linformers.reproduce import figure1, figure3, long_documents, quality, sections, table1, table2, table3
+from linformers.reproduce.jobs import Store
+from linformers.reproduce.matrix import Place
+
+ROOT = Path(__file__).parents[2]
+QUIET = Console(quiet=True)
+WORDS = ["the", "a", "film", "was", "good", "bad", "long", "short", "and", "of", "in", "it", "is", "not", "very"]
+
+
+def sentence(draw, words):
+    return " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Wiki, books and the four tasks, a few kilobytes of each."""
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+
+    def write(path, rows):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    for name in ("wiki", "books"):
+        for split, count in (("train-00", 60), ("validation", 10)):
+            write(folder / name / f"{split}.jsonl", [{"text": sentence(draw, 200)} for _ in range(count)])
+    columns = {"sst2": ("sentence",), "imdb": ("text",), "qnli": ("question", "sentence")}
+    columns |= {"qqp": ("question1", "question2")}
+    for name, texts in columns.items():
+        for split in ("train", "test" if name == "imdb" else "validation"):
+            rows = [{**{text: sentence(draw, 12) for text in texts}, "label": i % 2} for i in range(120)]
+            write(folder / name / f"{split}.jsonl", rows)
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["reproduce", *map(str, arguments)], catch_exceptions=False)
+
+
+def places(folder, data):
+    options = {"--data": data, "--recipes": ROOT / "recipes" / "small"}
+    options |= {"--runs": folder / "runs", "--results": folder / "results"}
+    return [part for pair in options.items() for part in pair]
+
+
+def test_one_cell_of_figure_3(data, tmp_path):
+    arguments = ["figure3", *places(tmp_path, data), "--small", "--only", "n512-k128-w32"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "results" / "runs" / "pretraining" / "n512-k128-w32.json").read_text())
+    assert [step for step, _ in record["result"]["curve"]] == [4, 8]
+    assert record["decides"]["recipe"]["model"]["local_window"] == 4
+    figure = json.loads((tmp_path / "results" / "figure3" / "figure3.json").read_text())
+    curves = figure["panels"]["a"]["curves"]
+    assert curves["Linformer k=128 w=32"] == record["result"]["curve"]
+    assert curves["Transformer"] is None
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert f"| missing | missing | missing | missing | {record['result']['perplexity']:.1f} |" in page
+    assert (tmp_path / "results" / "figure3" / "figure3.png").stat().st_size > 1000
+    again = invoke(*arguments)
+    assert "1 of 1 runs are there already" in again.output
+
+
+def test_a_task_of_table_2(data, tmp_path):
+    result = invoke("table2", *places(tmp_path, data), "--small", "--only", "n512-twin-sst2")
+    assert result.exit_code == 0, result.output
+    table = json.loads((tmp_path / "results" / "table2" / "table2.json").read_text())
+    mean, deviation = table["rows"][0]["ours"]["sst2"]
+    assert 0 <= mean <= 100
+    assert deviation == 0
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert f"| 512 | Transformer twin | {mean:.1f} ± 0.0 (93.1) | missing (94.1) |" in page
+
+
+def test_long_documents(data, tmp_path):
+    result = invoke("long", *places(tmp_path, data), "--small", "--only", "Linformer-k128-w32")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "results" / "long" / "long.json").read_text())["rows"]
+    assert rows["Transformer twin"] is None
+    assert 0 <= rows["Linformer k=128 w=32"][0] <= 1
+
+
+def test_table_3_and_table_1_on_a_cpu(tmp_path):
+    result = invoke("table3", "table1", "--runs", tmp_path / "runs", "--results", tmp_path / "results", "--small")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "no cell of the paper's table" not in page.split("| 512 |")[0]
+    assert "## Figure 3" in page
+    assert "`linformers reproduce figure3 --data DIR` fills it" in page
+    for figure in ("table3/table3", "table3/architecture", "table1/table1"):
+        assert (tmp_path / "results" / f"{figure}.svg").stat().st_size > 1000
+    again = invoke("table1", "--runs", tmp_path / "runs", "--results", tmp_path / "results", "--small")
+    assert "is there already; delete it to measure again" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["figure4"], "section='figure4' is not one of"),
+        (["figure3"], "data is missing: name the folder of wiki"),
+        (["figure3", "--data", "/nowhere"], "has no wiki and books with files called train"),
+        (["table1", "--at-once", "0"], "at_once=0"),
+        (["table1", "--minutes", "0"], "minutes=0.0 must be above 0"),
+    ],
+)
+def test_what_cannot_be_reproduced(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        invoke(*arguments, "--runs", tmp_path / "runs", "--results", tmp_path / "results")
+
+
+def test_a_run_that_is_not_there_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match="only='n512' is like none of the runs: n512-twin, "):
+        invoke("figure3", *places(tmp_path, data), "--small", "--only", "n512")
+
+
+def write_run(folder, name, **result):
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    where = dict.fromkeys(("key", "command", "commit", "device", "python", "torch", "transformers"), "")
+    path.write_text(json.dumps({**where, "result": result}))
+
+
+def test_what_the_paper_says_of_figure_3(tmp_path):
+    ends = {"n512-twin": 40, "n512-k64-layerwise": 80, "n512-k128-layerwise": 60, "n512-k256-layerwise": 41}
+    ends |= {"n1024-k256-layerwise": 43, "n2048-k256-layerwise": 44, "n4096-k256-layerwise": 50}
+    for name, end in ends.items():
+        write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, float(end)]])
+    record = figure3.collect(Store(tmp_path))
+    better, par, length, decides = figure3.claims(record)
+    assert better == "“Better with k”: confirmed. At n = 512, k = 64, 128 and 256 end at 80.0, 60.0 and 41.0."
+    assert par.startswith("“Nearly on par” with the Transformer at k = 256: confirmed")
+    assert length.startswith("“Length does not matter at fixed k”: refuted.")
+    assert "1.05 times where k stays 256 and 1.40 times where n/k stays 4" in decides
+    write_run(tmp_path, "pretraining/n512-k128-layerwise", curve=[[2, 90.0]])
+    assert figure3.claims(figure3.collect(Store(tmp_path)))[0].startswith("“Better with k”: refuted")
+
+
+def test_what_the_paper_says_of_table_2(tmp_path):
+    for recipe, accuracy in {"n512-twin": 0.9, "n512-k256-layerwise": 0.897, "n512-k128-w32": 0.91}.items():
+        for task in ("sst2", "imdb", "qnli", "qqp"):
+            note = "a subset" if task == "qqp" else ""
+            write_run(tmp_path, f"pretraining/{recipe}-{task}", accuracy=[accuracy, 0.01], note=note)
+    record = table2.collect(Store(tmp_path))
+    comparable, local = table2.claims(record)
+    assert "confirmed. The best pure Linformer (Linformer, 256, shared kv, layer, n = 512) has 89.70" in comparable
+    assert local == "With a local window of 32 it is 91.00: above the twin."
+    page = table2.page(record)
+    assert "| 512 | BERT-base | – (92.7) | – (93.5) | – (91.8) | – (89.6) | – (91.90) |" in page
+    assert "- qqp: a subset." in page
+
+
+def test_quality(tmp_path):
+    for seed, end in enumerate((40.0, 42.0)):
+        curve = [[500, 100.0], [1000, end]]
+        write_run(tmp_path, f"quality/twin-s{seed}", curve=curve, tokens_per_step=100, tokens_per_second=50)
+    curve = [[500, 90.0], [1000, 20.5]]
+    write_run(tmp_path, "quality/k128-w32-s0", curve=curve, tokens_per_step=100, tokens_per_second=100)
+    record = quality.collect(Store(tmp_path))
+    page = quality.page(record)
+    assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.5 |" in page
+    assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.0 |" in page
+    assert "| k=256 | 0 | missing | | |" in page
+    quality.draw(record, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("section", [figure3, table2, quality, long_documents])
+def test_every_run_is_another(section, data, tmp_path):
+    every = section.jobs(Place(data, ROOT / "recipes" / "small", tmp_path / "runs", tmp_path / "results"), QUIET)
+    assert len({job.name for job in every}) == len({job.key for job in every}) == len(every)
+
+
+def cell(model, n, k, seconds, batch):
+    return {"model": model, "n": n, "k": k, "task": "inference", "seconds": seconds, "largest_batch": batch}
+
+
+def test_table_3_beside_the_papers():
+    cells = [cell(UNFUSED, 512, None, 1.6, 10), cell(FUSED, 512, None, 0.8, 10)]
+    cells += [cell("Linformer k=128", 512, 128, 1.0, 20), cell("Linformer k=256", 512, 256, 1.5, 16)]
+    cells += [cell("Linformer k=128, compiled", 512, 128, 0.1, None)]
+    cells += [cell(UNFUSED, 65536, None, None, None), cell("Linformer k=128", 65536, 128, 1.0, 20)]
+    page = "\n".join(table3.page({"cells": cells}))
+    assert "| 512 | 1.6× (1.5×) | 1.1× (1.3×) | – |" in page
+    assert "| 65536 | none (20×) |" in page
+    assert "time: 1 of 2 cells that were measured and fit are beaten; not: n=512, k=256." in page
+    assert "memory: 2 of 2 cells that were measured and fit are beaten." in page
+    assert "Fused attention alone saves 2.0× at n = 512" in page
+
+
+def test_memory_is_that_of_a_pass_where_no_batch_was_looked_for():
+    cells = [{**cell(UNFUSED, 512, None, 1.0, None), "peak_bytes": 300}]
+    cells += [{**cell("Linformer k=128", 512, 128, 1.0, None), "peak_bytes": 100}]
+    assert table3.savings(cells, "memory") == {(512, 128): 3.0}
+
+
+def test_growth_is_the_slope_at_the_longest_lengths():
+    assert table1.exponent([1, 2, 4, 8], [5.0, 2.0, 8.0, 32.0]) == pytest.approx(2)
+    assert table1.exponent([1, 2, 4, 8], [5.0, 2.0, 8.0, None]) == pytest.approx(
+        table1.exponent([1, 2, 4], [5.0, 2.0, 8.0])
+    )
+    assert table1.exponent([1, 2], [1.0, None]) is None
+
+
+def test_spectra_that_are_there_and_those_that_are_missing():
+    page = "\n".join(figure1.page(figure1.collect(Place(None, results=ROOT / "results"))))
+    assert "[minilm-wikitext](../results/spectrum/minilm-wikitext/spectrum.md) | 953 | 0.834 |" in page
+    assert "- roberta-base-wikitext is missing; `linformers spectrum FacebookAI/roberta-base --text DIR/" in page
+
+
+def test_the_page_is_made_of_the_json():
+    """Nobody edits it by hand."""
+    assert (ROOT / "docs" / "results.md").read_text() == sections.page_text(Place(None, results=ROOT / "results"))
