@@ -330,7 +330,9 @@ def choose_k(
 def reproduce(
     sections: Annotated[
         list[str],
-        typer.Argument(help="figure1, figure2, figure3, table1, table2, table3, quality, long, or all."),
+        typer.Argument(
+            help="figure1, figure2, figure3, table1, table2, table3, quality, long; all; or page, to run nothing."
+        ),
     ],
     data: Data = None,
     recipes: Annotated[Path, typer.Option(help="Folder of the recipes, which come with a clone.")] = Path(

@@ -25,6 +25,7 @@ LOOK: Any = {
     "grid.alpha": 0.25,
     "axes.titleweight": "bold",
     "legend.frameon": False,
+    "svg.hashsalt": "linformers",
 }
 TRANSFORMERS = {
     "Transformer": "#333333",
@@ -52,8 +53,7 @@ def efficiency(
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
         for panel in axes[:2]:
             panel.legend().remove()
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -66,8 +66,7 @@ def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Non
         axes[0].set(title="Training", xlabel="step", ylabel="loss (nats)")
         axes[1].set(title="Validation", xlabel="step", ylabel="perplexity", yscale="log")
         axes[1].yaxis.set_major_formatter("{x:g}")
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def spectrum(cumulative: Any, std: Any, at: int, path: Path) -> None:
@@ -95,8 +94,7 @@ def spectrum(cumulative: Any, std: Any, at: int, path: Path) -> None:
         right.set_xticks(range(heads), range(1, heads + 1))
         right.set_yticks(range(layers), range(1, layers + 1))
         figure.colorbar(image, ax=right)
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
@@ -114,8 +112,7 @@ def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.minorticks_off()
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def quality(against_steps: Curves, against_minutes: Curves, path: Path) -> None:
@@ -130,8 +127,7 @@ def quality(against_steps: Curves, against_minutes: Curves, path: Path) -> None:
         axes[0].set(title="Quality", ylabel="validation perplexity")
         axes[0].yaxis.set_major_formatter("{x:g}")
         axes[0].yaxis.set_minor_formatter("{x:g}")
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def perplexities(panels: Mapping[str, Curves], path: Path) -> None:
@@ -143,8 +139,7 @@ def perplexities(panels: Mapping[str, Curves], path: Path) -> None:
             if curves:
                 _draw(place, curves)
                 _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def growth(milliseconds: Curves, path: Path) -> None:
@@ -152,8 +147,7 @@ def growth(milliseconds: Curves, path: Path) -> None:
     with plt.rc_context(LOOK):
         figure, axes = plt.subplots(figsize=(4.8, 3.6), layout="constrained")
         _against_length(axes, milliseconds, title="Time of a layer", xlabel="sequence length n", ylabel="ms")
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def architecture(path: Path) -> None:
@@ -189,8 +183,12 @@ def architecture(path: Path) -> None:
         box(5.0, 9.55, "concatenate", "#dddddd", 3.2)
         arrow((5.0, 10.1), (5.0, 11.2))
         box(5.0, 11.75, "W_O", "#dddddd", 3.2)
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)  # the same picture, the same file
+    plt.close(figure)
 
 
 def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
@@ -251,5 +249,4 @@ def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> 
                 axes.set_yticks([size * 10.0**power for power in range(-3, 3) for size in (1, 2, 5)])
                 axes.set_ylim(low, high)
             axes.legend(fontsize=6)
-        figure.savefig(path)
-        plt.close(figure)
+        _save(figure, path)

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from linformers.benchmark.efficiency import FUSED, UNFUSED
 from linformers.cli import app
 from linformers.reproduce import figure1, figure3, long_documents, quality, sections, table1, table2, table3
-from linformers.reproduce.jobs import Store
 from linformers.reproduce.matrix import Place
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +124,7 @@ def test_a_run_that_is_not_there_is_refused(data, tmp_path):
 
 
 def write_run(folder, name, **result):
-    path = folder / f"{name}.json"
+    path = folder / "runs" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     where = dict.fromkeys(("key", "command", "commit", "device", "python", "torch", "transformers"), "")
     path.write_text(json.dumps({**where, "result": result}))
@@ -136,14 +135,14 @@ def test_what_the_paper_says_of_figure_3(tmp_path):
     ends |= {"n1024-k256-layerwise": 43, "n2048-k256-layerwise": 44, "n4096-k256-layerwise": 50}
     for name, end in ends.items():
         write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, float(end)]])
-    record = figure3.collect(Store(tmp_path))
+    record = figure3.collect(Place(None, results=tmp_path))
     better, par, length, decides = figure3.claims(record)
     assert better == "“Better with k”: confirmed. At n = 512, k = 64, 128 and 256 end at 80.0, 60.0 and 41.0."
     assert par.startswith("“Nearly on par” with the Transformer at k = 256: confirmed")
     assert length.startswith("“Length does not matter at fixed k”: refuted.")
     assert "1.05 times where k stays 256 and 1.40 times where n/k stays 4" in decides
     write_run(tmp_path, "pretraining/n512-k128-layerwise", curve=[[2, 90.0]])
-    assert figure3.claims(figure3.collect(Store(tmp_path)))[0].startswith("“Better with k”: refuted")
+    assert figure3.claims(figure3.collect(Place(None, results=tmp_path)))[0].startswith("“Better with k”: refuted")
 
 
 def test_what_the_paper_says_of_table_2(tmp_path):
@@ -151,7 +150,7 @@ def test_what_the_paper_says_of_table_2(tmp_path):
         for task in ("sst2", "imdb", "qnli", "qqp"):
             note = "a subset" if task == "qqp" else ""
             write_run(tmp_path, f"pretraining/{recipe}-{task}", accuracy=[accuracy, 0.01], note=note)
-    record = table2.collect(Store(tmp_path))
+    record = table2.collect(Place(None, results=tmp_path))
     comparable, local = table2.claims(record)
     assert "confirmed. The best pure Linformer (Linformer, 256, shared kv, layer, n = 512) has 89.70" in comparable
     assert local == "With a local window of 32 it is 91.00: above the twin."
@@ -166,7 +165,7 @@ def test_quality(tmp_path):
         write_run(tmp_path, f"quality/twin-s{seed}", curve=curve, tokens_per_step=100, tokens_per_second=50)
     curve = [[500, 90.0], [1000, 20.5]]
     write_run(tmp_path, "quality/k128-w32-s0", curve=curve, tokens_per_step=100, tokens_per_second=100)
-    record = quality.collect(Store(tmp_path))
+    record = quality.collect(Place(None, results=tmp_path))
     page = quality.page(record)
     assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.5 |" in page
     assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.0 |" in page

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import plots
-from .jobs import Job, Store
+from .jobs import Job
 from .matrix import Place, corpus, pretraining
 
 GROUP = "pretraining"
@@ -67,9 +67,9 @@ def pretraining_job(place: Place, tokens: Path, recipe: str) -> Job:
     return pretraining(place, tokens, recipe, group=GROUP, changes=[f"steps={STEPS}"])
 
 
-def collect(store: Store) -> dict[str, Any]:
+def collect(place: Place) -> dict[str, Any]:
     """The curves of all panels, and where each comes from; `None` where a run is missing."""
-    results, runs = store.results(f"{GROUP}/{name}" for _, curves in PANELS.values() for name in curves.values())
+    results, runs = place.store.results(f"{GROUP}/{name}" for _, curves in PANELS.values() for name in curves.values())
     panels = {
         panel: {
             "title": title,

@@ -14,7 +14,7 @@ from ..config import LinformerConfig
 from ..encoder import LinformerModel
 from ..training.finetune import Settings
 from ..training.tokenizer import train_tokenizer
-from .jobs import Job, Store
+from .jobs import Job
 from .matrix import Place, finetuning
 
 GROUP = "long"
@@ -77,9 +77,9 @@ def save_untrained(folder: Path, model: LinformerConfig) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def collect(store: Store) -> dict[str, Any]:
+def collect(place: Place) -> dict[str, Any]:
     """The accuracy of each model, mean and deviation; `None` where it is missing."""
-    results, runs = store.results(map(run_name, MODELS))
+    results, runs = place.store.results(map(run_name, MODELS))
     return {"runs": runs, "rows": {name: results.get(run_name(name), {}).get("accuracy") for name in MODELS}}
 
 

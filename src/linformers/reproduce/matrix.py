@@ -16,7 +16,7 @@ from ..training.finetune import Settings
 from ..training.monitor import read_metrics
 from ..training.prepare import prepare
 from ..training.recipe import FREE, Recipe, read
-from .jobs import Job
+from .jobs import Job, Store
 
 # The folders of a corpus under --data, and how its training files begin.
 CORPORA: dict[str, dict[str, tuple[str, ...]]] = {
@@ -44,6 +44,10 @@ class Place:
     runs: Path = Path("runs/reproduce")
     results: Path = Path("results")
     small: bool = False
+
+    @property
+    def store(self) -> Store:
+        return Store(self.results / "runs")
 
     def folder(self, *names: str) -> Path:
         return self.data_folder().joinpath(*names)

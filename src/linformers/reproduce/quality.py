@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from .. import plots
-from .jobs import Job, Store
+from .jobs import Job
 from .matrix import Place, corpus, pretraining
 
 GROUP = "quality"
@@ -84,12 +84,12 @@ def sweep_name(scale: float, init: str, positions: str) -> str:
     return f"sweep-{init}-{positions}-{scale}"
 
 
-def collect(store: Store) -> dict[str, Any]:
+def collect(place: Place) -> dict[str, Any]:
     """Each variant over its seeds, the sweep's perplexities, and the longer runs; `None` where a run is missing."""
     names = {name: [run_name(name, seed) for seed in range(own.seeds)] for name, own in VARIANTS.items()}
     longer = {name: [run_name(name, 0, LONG)] for name in LONGER}
     every = [*itertools.chain(*names.values(), *longer.values()), *(sweep_name(*cell) for cell in SWEEP)]
-    results, runs = store.results(f"{GROUP}/{name}" for name in every)
+    results, runs = place.store.results(f"{GROUP}/{name}" for name in every)
 
     def over(names: Sequence[str]) -> dict[str, Any] | None:
         return summary([results[f"{GROUP}/{name}"] for name in names if f"{GROUP}/{name}" in results])

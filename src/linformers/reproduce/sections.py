@@ -14,7 +14,7 @@ from rich.console import Console
 from .. import plots
 from ..checks import check_choice, check_size
 from . import figure1, figure3, jobs, long_documents, quality, table1, table2, table3
-from .jobs import Job, Store
+from .jobs import Job
 from .matrix import Place
 
 # Sections that are made of runs, and those that are measured in one go.
@@ -25,6 +25,7 @@ TRAINED: dict[str, ModuleType] = {
     "long": long_documents,
 }
 MEASURED: dict[str, ModuleType] = {"figure1": figure1, "table1": table1, "table3": table3}
+SECTIONS = {**MEASURED, **TRAINED}
 TITLES = {
     "figure1": "Figure 1: is attention low rank?",
     "table1": "Table 1: how time grows with n",
@@ -36,7 +37,9 @@ TITLES = {
 }
 # Figure 2 is drawn from what Table 3 measures.
 ALIASES = {"figure2": "table3"}
-NAMES = (*TITLES, *ALIASES)
+# Everything, or nothing: only the page is made again, of what is there.
+ALL, PAGE = "all", "page"
+NAMES = (*TITLES, *ALIASES, ALL, PAGE)
 
 INTRODUCTION = """\
 # Results
@@ -67,28 +70,31 @@ def run(
         The exit code: 0, 1 where something is missing, or 128 plus the number of the signal that stopped it.
     """
     for name in names:
-        check_choice("section", name, (*NAMES, "all"))
+        check_choice("section", name, NAMES)
     check_size("at_once", at_once)
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes={minutes} must be above 0")
-    wanted = list(TITLES) if "all" in names else list(dict.fromkeys(ALIASES.get(name, name) for name in names))
+    wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     code = 0
-    store = Store(place.results / "runs")
     trained = [name for name in wanted if name in TRAINED]
     if trained:
         every = chosen([job for name in trained for job in TRAINED[name].jobs(place, console)], only)
         seconds = None if minutes is None else 60 * minutes
-        code = jobs.run(every, store, place.runs / "logs", console, at_once=at_once, seconds=seconds)
-    for name in wanted:
-        if code > 1:
-            break
-        record = TRAINED[name].collect(store) if name in TRAINED else MEASURED[name].measure(place, console)
-        _write(name, record, place)
+        code = jobs.run(every, place.store, place.runs / "logs", console, at_once=at_once, seconds=seconds)
+    for name, section in SECTIONS.items():
+        to_measure = name in wanted and name in MEASURED and code <= 1
+        record = section.measure(place, console) if to_measure else section.collect(place)
+        if record["runs"]:
+            _write(name, record, place)
     page = page_path(place)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_text(place), encoding="utf-8")
     console.print(f"Written to {place.results} and {page}", markup=False)
     return code
+
+
+def _real_name(name: str) -> str:
+    return ALIASES.get(name, name)
 
 
 def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
@@ -109,7 +115,7 @@ def _write(name: str, record: dict[str, Any], place: Place) -> None:
     path = _path(name, place)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-    section = {**TRAINED, **MEASURED}[name]
+    section = SECTIONS[name]
     for suffix in ("png", "svg"):
         if hasattr(section, "draw"):
             section.draw(record, path.with_suffix(f".{suffix}"))
@@ -126,7 +132,7 @@ def page_text(place: Place) -> str:
             lines += [f"## {title}", "", f"Missing; `linformers reproduce {name} --data DIR` fills it.", ""]
             continue
         record = json.loads(path.read_text())
-        lines += [f"## {title}", "", *{**TRAINED, **MEASURED}[name].page(record)]
+        lines += [f"## {title}", "", *SECTIONS[name].page(record)]
         where = f"../results/{name}"
         if name == "table3":
             lines += [f"![Where E and F stand]({where}/architecture.png)", ""]

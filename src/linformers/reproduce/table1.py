@@ -113,9 +113,8 @@ def layers(n: int) -> dict[str, Callable[[], nn.Module]]:
 def measure(place: Place, console: Console) -> dict[str, Any]:
     """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
     lengths = list(TINY_LENGTHS if place.small else LENGTHS)
-    path = place.results / "table1" / "table1.json"
-    if path.is_file() and (before := json.loads(path.read_text()))["lengths"] == lengths:
-        console.print(f"{path} is there already; delete it to measure again", highlight=False, markup=False)
+    if (before := collect(place)).get("lengths") == lengths:
+        console.print(f"{_path(place)} is there already; delete it to measure again", highlight=False, markup=False)
         return before
     device = best_device()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -128,6 +127,15 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
     where = {"command": "linformers reproduce table1", "commit": commit(), **environment()}
     sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype)}
     return {"runs": {"table1": origin(where)}, "lengths": lengths, **sizes, "seconds": seconds}
+
+
+def collect(place: Place) -> dict[str, Any]:
+    """What was measured before, if anything."""
+    return json.loads(_path(place).read_text()) if _path(place).is_file() else {"runs": {}}
+
+
+def _path(place: Place) -> Path:
+    return place.results / "table1" / "table1.json"
 
 
 def _seconds(n: int, device: str, dtype: torch.dtype) -> dict[str, float]:

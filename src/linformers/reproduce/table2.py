@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..training.finetune import Settings
 from . import figure3
-from .jobs import Job, Store
+from .jobs import Job
 from .matrix import TASKS, Place, corpus, finetuning
 
 SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
@@ -61,10 +61,10 @@ def jobs(place: Place, console: Console) -> list[Job]:
     return found
 
 
-def collect(store: Store) -> dict[str, Any]:
+def collect(place: Place) -> dict[str, Any]:
     """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
     recipes = [row.recipe for row in ROWS if row.recipe is not None]
-    results, runs = store.results(f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS)
+    results, runs = place.store.results(f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS)
 
     def accuracy(recipe: str, task: str) -> list[float] | None:
         result = results.get(f"{figure3.GROUP}/{recipe}-{task}")
