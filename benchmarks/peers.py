@@ -40,7 +40,7 @@ from linformers.benchmark.report import markdown
 from linformers.provenance import commit, environment
 
 PACKAGES = ("linformer", "linformer_pytorch")
-OURS = "linformers"
+OURS, COMPILED = "linformers", ", compiled"
 
 
 class Embedded(nn.Module):
@@ -123,7 +123,7 @@ def peers(n: int, k: int, sizes: dict[str, int], compiled: Sequence[str] = ()) -
         if importlib.util.find_spec(package):
             linformers[package.replace("_", "-")] = make
     linformers |= {
-        f"{name}, compiled": functools.partial(compile_made, make)
+        f"{name}{COMPILED}": functools.partial(compile_made, make)
         for name, make in linformers.items()
         if name in compiled
     }
@@ -135,15 +135,17 @@ def compile_made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def measure(
-    n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: Sequence[str]
+    n: int, k: int, tokens: int, task: str, sizes: dict[str, int], compiled: Sequence[str], only: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Seconds and bytes of a pass of each model; what fails says why."""
+    """Seconds and bytes of a pass of each model, or of `only` some; what fails says why."""
     device = best_device()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = torch.randn(max(1, tokens // n), n, sizes["hidden"], device=device, dtype=dtype)
     runs, peaks, failures = {}, {}, {}
     torch._dynamo.reset()
     for name, make in peers(n, k, sizes, compiled).items():
+        if only and name.removesuffix(COMPILED) not in only:
+            continue
         try:
             with memory_errors(), torch.device(device):
                 model = make().to(dtype)
@@ -182,7 +184,7 @@ def table_of(cells: list[dict[str, Any]]) -> Table:
             table.add_row(cell["model"], cell["failure"], "", "")
         else:
             seconds = cell["seconds"]
-            base = ours.get(f"{OURS}, compiled" if cell["model"].endswith(", compiled") else OURS)
+            base = ours.get(f"{OURS}{COMPILED}" if cell["model"].endswith(COMPILED) else OURS)
             ratio = f"{seconds / base:.2f}×" if base else "–"
             table.add_row(cell["model"], f"{1000 * seconds:.1f}", ratio, f"{cell['peak_bytes'] / 2**20:,.0f}")
     return table
@@ -203,8 +205,10 @@ def main() -> None:
     parser.add_argument(
         "--compile", default="", help="Linformers to measure compiled, too: linformers,linformer,linformer-pytorch"
     )
+    parser.add_argument("--only", default="", help="models to measure, beside ours; all by default")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
+    only = [OURS, *options.only.split(",")] if options.only else []
     sizes = {
         "layers": options.layers,
         "heads": max(1, options.hidden // 64),
@@ -221,7 +225,7 @@ def main() -> None:
     for n in options.lengths:
         for task in options.task.split(","):
             with console.status(f"{task}, n={n}"):
-                measured = measure(n, options.projected, options.tokens, task, sizes, options.compile.split(","))
+                measured = measure(n, options.projected, options.tokens, task, sizes, options.compile.split(","), only)
             tables.append(table_of(measured))
             console.print(tables[-1])
             cells += measured

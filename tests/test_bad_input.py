@@ -70,6 +70,7 @@ def refused(message, error=ValueError):
         ),
         ({"projection": "liner"}, "projection='liner' is not one of"),
         ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'stride', 'gaussian'"),
+        ({"far_weight": 0}, "far_weight=0 must be a positive number or None"),
         ({"position_init": "sine"}, "position_init='sine' is not one of 'sinusoidal', 'normal'"),
         ({"hidden_act": "gelo"}, "hidden_act='gelo' is not one of"),
         ({"projection_scale": 0}, "projection_scale=0 must be a positive number, or None for 0.12·k/n"),

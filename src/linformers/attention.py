@@ -2,6 +2,7 @@ r"""Multi-head linear attention, equation 7: $\mathrm{softmax}(Q W_Q (E^T K W_K)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class ProjectedAttention(nn.Module):
 
     The biases are added after projecting. Where one E serves all heads it commutes with W, and $(E^T x) W$ costs k
     rows of W instead of n; otherwise the order is the paper's, $E^T (x W)$. With a local window, each query also sees,
-    in the same softmax, the exact keys $x W_K + b_K$ at most w positions away.
+    in the same softmax, the exact keys $x W_K + b_K$ at most w positions away; projected keys may weigh less than they.
 
     Args:
         hidden_size: d, the channels of input and output.
@@ -43,6 +44,7 @@ class ProjectedAttention(nn.Module):
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         layer_idx: the number of the layer in its model, if it has one.
         local_window: w, or 0 for none.
+        far_weight: what all projected keys together weigh beside exact ones of equal scores; `None`: k.
     """
 
     is_causal = False  # transformers' attention functions read it
@@ -56,6 +58,7 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         layer_idx: int | None = None,
         local_window: int = 0,
+        far_weight: float | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -67,6 +70,7 @@ class ProjectedAttention(nn.Module):
         self.dropout = dropout
         self.layer_idx = layer_idx
         self.local_window = local_window
+        self.far_weight = far_weight
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -181,7 +185,7 @@ class ProjectedAttention(nn.Module):
         self, query: Tensor, projected: Projected, lengths: Tensor | None, attn_implementation: str
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' output (b, n, h, d_head) and, from the eager implementation, P̄."""
-        _, key, value, slots, near_key, near_value = projected
+        group, key, value, slots, near_key, near_value = projected
         mask = None
         if slots is not None or self.local_window:
             if attn_implementation not in (*MASKING_IMPLEMENTATIONS, TRITON):
@@ -202,7 +206,9 @@ class ProjectedAttention(nn.Module):
         if near_key is None or near_value is None:
             return attend_all(query, key, value, mask)
         inputs = (query, key, value, near_key, near_value)
-        options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths}
+        k = group.projected_length
+        shift = math.log(self.far_weight / k) if self.far_weight is not None and k else 0.0
+        options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths, "shift": shift}
         if name == TRITON:
             if use_triton(query, key, mask, local=True):
                 return attend(*inputs, **options, scaling=self.scaling, dropout=dropout), None

@@ -193,8 +193,8 @@ def bench(
     layers: Annotated[int, typer.Option(help="Layers of each model.")] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size of each model; heads have 64 channels.")] = 256,
     task: Annotated[str, typer.Option(help="inference, training, or both with a comma between.")] = "inference",
-    sharing: Annotated[str, typer.Option(help="How the Linformers share E and F.")] = "layerwise",
-    projection: Annotated[str, typer.Option(help="How the Linformers project.")] = "linear",
+    sharing: Annotated[str, typer.Option(help="Of E and F: none, headwise, key-value or layerwise.")] = "layerwise",
+    projection: Annotated[str, typer.Option(help="linear, mean, max, conv or dynamic.")] = "linear",
     dropout: Annotated[float, typer.Option(help="Dropout in training.")] = 0.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too: takes minutes.")] = False,
     batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits into the GPU.")] = False,
@@ -307,10 +307,14 @@ def lowrank(
 def choose_k(
     model: Encoder,
     text: Texts,
-    energy: Annotated[float | None, typer.Option(help="The share of P's squared singular values to keep.")] = None,
-    budget: Annotated[int | None, typer.Option(help="Or the mean k to spend.")] = None,
-    per: Annotated[str, typer.Option(help="A k for each layer, or for each head.")] = "layer",
-    sharing: Annotated[str, typer.Option(help="How the model to be trained shares E and F.")] = "headwise",
+    energy: Annotated[
+        float | None, typer.Option(help="The share of P's squared singular values to keep; or give --budget.")
+    ] = None,
+    budget: Annotated[int | None, typer.Option(help="The mean k to spend; or give --energy.")] = None,
+    per: Annotated[str, typer.Option(help="A k for each layer or for each head: layer or head.")] = "layer",
+    sharing: Annotated[
+        str, typer.Option(help="Of E and F in the model to be trained: none, headwise, key-value or layerwise.")
+    ] = "headwise",
     length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
     sentences: Annotated[int, typer.Option(help="How many passages.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,

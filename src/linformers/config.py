@@ -88,6 +88,8 @@ class LinformerConfig(PreTrainedConfig):
             keys at all, only those in the local window.
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
             or one per layer; 0 is the paper's model.
+        far_weight: with a local window, what all k projected keys together weigh in the softmax, counted in exact keys
+            of equal scores: log(far_weight / k) is added to their scores. `None`: each weighs as much as an exact one.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"stride"` with one token of
             each window as it is (another one in the next layer and, where heads have their own E, in the next head),
             `"gaussian"` as $N(0, 1/n)$.
@@ -133,6 +135,7 @@ class LinformerConfig(PreTrainedConfig):
     projection_init: str = "window"
     projection_scale: float | None = None
     local_window: int | list[int] = 0
+    far_weight: float | None = None
     position_init: str = "sinusoidal"
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -213,6 +216,7 @@ class LinformerConfig(PreTrainedConfig):
             )
         for window in self.local_windows if isinstance(self.local_window, int | list) else [self.local_window]:
             check_window(window, self.projection)
+        check_far_weight(self.far_weight)
         if self.projection not in FIXED_LENGTHS:
             self._check_projected_length_shape()
             check_projected_lengths(
@@ -275,6 +279,11 @@ def check_window(window: Any, projection: str) -> None:
         raise ValueError(f"local_window={window} adds nothing to projection='identity', which sees all exact keys")
     if not window and projection == "none":
         raise ValueError("projection='none' leaves no key to attend to; local_window must be at least 1")
+
+
+def check_far_weight(weight: Any) -> None:
+    if weight is not None:
+        check_positive("far_weight", weight, " or None")
 
 
 def check_heads(hidden_size: int, num_heads: int, name: str) -> None:

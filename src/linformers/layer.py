@@ -15,6 +15,7 @@ from .config import (
     PROJECTION_INITS,
     PROJECTIONS,
     SHARINGS,
+    check_far_weight,
     check_heads,
     check_projected_lengths,
     check_scale,
@@ -47,6 +48,8 @@ class LinformerAttention(ProjectedAttention):
         projection_init: `"window"`, `"stride"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
+        far_weight: with a local window, what all projected keys together weigh, counted in exact keys of equal scores;
+            `None`: each weighs as much as an exact one.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
             other that transformers knows.
@@ -64,6 +67,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: str = "window",
         projection_scale: float | None = None,
         local_window: int = 0,
+        far_weight: float | None = None,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
@@ -77,6 +81,7 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
         check_window(plain(local_window), projection)
+        check_far_weight(far_weight)
         check_choice(
             "attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
         )
@@ -98,6 +103,7 @@ class LinformerAttention(ProjectedAttention):
             sequence_map(projection, max_length, projection_init),
             dropout,
             local_window=plain(local_window),
+            far_weight=far_weight,
         )
         self.max_length = max_length
         self.attn_implementation = attn_implementation

@@ -32,6 +32,8 @@ TRANSFORMERS = {
     "Transformer, fused": "#333333",
     "Transformer, unfused": "#aaaaaa",
     "RoBERTa, SDPA": "#8c6d46",
+    "exact": "#333333",
+    "uniform average": "#aaaaaa",
 }
 COMPILED = ", compiled"
 LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057")

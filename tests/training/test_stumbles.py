@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from linformers.training import checkpointing, finetune, inference, recipe, tasks
+from linformers.training import checkpointing, finetune, inference, pretrain, recipe, tasks
 
 from . import small
 
@@ -182,3 +183,9 @@ def test_numbers_of_predict_and_evaluate(pretrained, corpus):
         inference.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
     with refused("a <mask> stands beyond the 32 tokens read"):
         inference.predict(pretrained / "model", ["the dog " * 50 + "<mask>"], io.StringIO())
+
+
+def test_a_rate_that_never_reaches_its_peak_is_told(corpus, tmp_path, capsys):
+    recipe = small.recipe(corpus, tmp_path, steps=2, warmup_steps=4)
+    assert pretrain.run(recipe, Console(width=200), "test") == 0
+    assert "warmup_steps=4 is not below steps=2: the rate never reaches its peak" in capsys.readouterr().out

@@ -80,6 +80,11 @@ def _train(
         console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
         return 0
 
+    if recipe.warmup_steps >= recipe.steps:
+        warning = (
+            f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
+        )
+        console.print(warning, style="yellow", highlight=False)
     n = trainer.model.config.max_position_embeddings
     flops = flops_per_token(trainer.model.config, recipe.mask_share)
     monitor = Monitor(
