@@ -334,24 +334,3 @@ def test_joules_are_counted_from_step_to_step_of_the_counter(step):
 
 def test_a_counter_of_joules_that_stands_still():
     assert measure.joules_by(lambda: 5, lambda: time.sleep(0.001), 0.001, 0.02) is None
-
-
-def test_recall(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import recall
-
-    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(2400)))
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), "--train", "40", "--test", "8", "--words", "50"]
-    monkeypatch.setattr("sys.argv", ["recall.py", *arguments, "--from", "30", "--to", "40"])
-    recall.main()
-    lines = "".join((tmp_path / "out" / name).read_text() for name in ("train.jsonl", "test.jsonl")).splitlines()
-    examples = [json.loads(line) for line in lines]
-    assert len(examples) == 48
-    assert [sum(e["label"] == secret for e in examples) for secret in recall.SECRETS] == [6] * 8
-    for example in examples:
-        before, after = example["text"].split(f"The secret word is {example['label']}.")
-        assert 30 <= len(before.split()) <= 40
-        assert len(before.split()) + len(after.split()) == 50
-    assert len({example["text"][:20] for example in examples}) == 48
-    with pytest.raises(ValueError, match="the texts have 48 passages of 50 words, but 49 are needed"):
-        recall.examples([tmp_path / "text.txt"], 49, 50, 30, 40, 0)

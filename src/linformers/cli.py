@@ -335,7 +335,7 @@ def reproduce(
     sections: Annotated[
         list[str],
         typer.Argument(
-            help="figure1, figure2, figure3, table1, table2, table3, quality, long; all; or page, to run nothing."
+            help="figure1 to figure3, table1 to table3, quality, recall, long; all; or page, to run nothing."
         ),
     ],
     data: Data = None,

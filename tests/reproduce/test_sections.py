@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from linformers.benchmark.efficiency import FUSED, UNFUSED
 from linformers.cli import app
-from linformers.reproduce import figure1, figure3, long_documents, quality, sections, table1, table2, table3
+from linformers.reproduce import figure1, figure3, long_documents, quality, recall, sections, table1, table2, table3
 from linformers.reproduce.matrix import Place
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,28 @@ def test_a_task_of_table_2(data, tmp_path):
     assert deviation == 0
     page = (tmp_path / "docs" / "results.md").read_text()
     assert f"| 512 | Transformer twin | {mean:.1f} ± 0.0 (93.1) | missing (94.1) |" in page
+
+
+def test_recall(data, tmp_path):
+    result = invoke("recall", *places(tmp_path, data), "--small", "--only", "k128-w32-s0-recall")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "results" / "recall" / "recall.json").read_text())["rows"]
+    assert rows["twin"] is None
+    assert 0 <= rows["k=128 w=32"][0] <= 1
+    test = (tmp_path / "runs" / "recall" / "test.jsonl").read_text().splitlines()
+    assert len(test) == recall.TINY_SIZES.test
+
+
+def test_secrets(data):
+    sizes = recall.Sizes(40, 8, 50, 30, 40)
+    found = recall.examples([data / "wiki"], sizes, seed=0)
+    assert [sum(e["label"] == secret for e in found) for secret in recall.SECRETS] == [6] * 8
+    for example in found:
+        before, after = example["text"].split(f"The secret word is {example['label']}.")
+        assert 30 <= len(before.split()) <= 40
+        assert len(before.split()) + len(after.split()) == 50
+    with pytest.raises(ValueError, match="the texts have 280 passages of 50 words, but 1008 are needed"):
+        recall.examples([data / "wiki"], sizes._replace(train=1000), seed=0)
 
 
 def test_long_documents(data, tmp_path):
@@ -174,9 +196,11 @@ def test_quality(tmp_path):
     assert (tmp_path / "quality.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("section", [figure3, table2, quality, long_documents])
+@pytest.mark.parametrize("section", [figure3, table2, quality, recall, long_documents])
 def test_every_run_is_another(section, data, tmp_path):
-    every = section.jobs(Place(data, ROOT / "recipes" / "small", tmp_path / "runs", tmp_path / "results"), QUIET)
+    small = section is recall  # whose texts would not suffice
+    place = Place(data, ROOT / "recipes" / "small", tmp_path / "runs", tmp_path / "results", small)
+    every = section.jobs(place, QUIET)
     assert len({job.name for job in every}) == len({job.key for job in every}) == len(every)
 
 

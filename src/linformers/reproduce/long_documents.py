@@ -15,7 +15,7 @@ from ..encoder import LinformerModel
 from ..training.finetune import Settings
 from ..training.tokenizer import train_tokenizer
 from .jobs import Job
-from .matrix import Place, finetuning
+from .matrix import Place, finetuning, known_task
 
 GROUP = "long"
 N, TINY_N = 4096, 256
@@ -54,13 +54,13 @@ def config(fields: Mapping[str, Any], small: bool) -> LinformerConfig:
 
 def jobs(place: Place, console: Console) -> list[Job]:
     """Training each model from nothing."""
-    found = []
+    found, imdb = [], known_task(place, "imdb")
     for name, fields in MODELS.items():
         start, own = place.runs / f"{run_name(name)}-start", config(fields, place.small)
         if not (start / "config.json").exists():
             save_untrained(start, own)
         settings = TINY if place.small else SETTINGS
-        found.append(finetuning(place, run_name(name), start, "imdb", settings, own.to_diff_dict()))
+        found.append(finetuning(place, run_name(name), start, imdb, settings, own.to_diff_dict()))
     return found
 
 

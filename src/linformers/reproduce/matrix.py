@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -97,8 +97,20 @@ def pretraining(
     )
 
 
+class Task(NamedTuple):
+    """A task to fine-tune on: how `linformers finetune` is told of it, and what tells its data from other data."""
+
+    arguments: list[str]
+    data: dict[str, str]
+
+
+def known_task(place: Place, name: str) -> Task:
+    """One of the tasks that have a folder under the data."""
+    return Task([name, "--data", str(place.data_folder())], hashes(place.folder(name)))
+
+
 def finetuning(
-    place: Place, name: str, model: Path, task: str, settings: Settings, identity: Any, after: Job | None = None
+    place: Place, name: str, model: Path, task: Task, settings: Settings, identity: Any, after: Job | None = None
 ) -> Job:
     """A run of `linformers finetune` on a model, which `identity` tells from others and `after` leaves behind."""
     out = place.runs / name
@@ -109,11 +121,10 @@ def finetuning(
         "learning-rate": settings.learning_rate,
     }
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    where = ["--data", str(place.data_folder()), "--model", str(model), "--out", str(out)]
     return Job(
         name=name,
-        arguments=["finetune", task, *where, *flags],
-        decides={"model": identity, "task": task, **options, "data": hashes(place.folder(task))},
+        arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags],
+        decides={"model": identity, **options, "data": task.data},
         collect=lambda: json.loads((out / "results.json").read_text()),
         steps=(settings.seeds, lambda: len(list(out.glob("seed-*/result.json")))),
         after=None if after is None else (after, model.exists),

@@ -62,7 +62,7 @@ def jobs(place: Place, console: Console) -> list[Job]:
         return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=["short_rows=0.0", *changes])
 
     found = [
-        job(run_name(name, seed), variant.recipe, *variant.changes, f"seed={seed}")
+        variant_job(place, tokens, name, seed)
         for seed in range(max(variant.seeds for variant in VARIANTS.values()))
         for name, variant in VARIANTS.items()
         if seed < variant.seeds
@@ -71,6 +71,12 @@ def jobs(place: Place, console: Console) -> list[Job]:
     longer = (f"steps={LONG}", "eval_every=1000")
     found += [job(run_name(name, 0, LONG), own.recipe, *own.changes, *longer) for name, own in LONGER.items()]
     return found
+
+
+def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
+    own = VARIANTS[name]
+    changes = ["short_rows=0.0", *own.changes, f"seed={seed}"]
+    return pretraining(place, tokens, own.recipe, group=GROUP, name=run_name(name, seed), changes=changes)
 
 
 def run_name(variant: str, seed: int, steps: int | None = None) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .. import plots
 from ..checks import check_choice, check_size
-from . import figure1, figure3, jobs, long_documents, quality, table1, table2, table3
+from . import figure1, figure3, jobs, long_documents, quality, recall, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
 
@@ -22,6 +22,7 @@ TRAINED: dict[str, ModuleType] = {
     "table2": table2,
     "figure3": figure3,
     "quality": quality,
+    "recall": recall,
     "long": long_documents,
 }
 MEASURED: dict[str, ModuleType] = {"figure1": figure1, "table1": table1, "table3": table3}
@@ -33,6 +34,7 @@ TITLES = {
     "figure3": "Figure 3: perplexity while pretraining",
     "table2": "Table 2: fine-tuning",
     "quality": "A Linformer beside its twin, at equal steps",
+    "recall": "A task that needs the whole text",
     "long": "Long documents: IMDB in bytes, n = 4096",
 }
 # Figure 2 is drawn from what Table 3 measures.

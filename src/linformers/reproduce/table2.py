@@ -11,7 +11,7 @@ from rich.console import Console
 from ..training.finetune import Settings
 from . import figure3
 from .jobs import Job
-from .matrix import TASKS, Place, corpus, finetuning
+from .matrix import TASKS, Place, corpus, finetuning, known_task
 
 SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=16, learning_rate=1e-3)
@@ -57,7 +57,8 @@ def jobs(place: Place, console: Console) -> list[Job]:
         model, settings = place.runs / first.name / "model", TINY if place.small else SETTINGS
         found.append(first)
         for task in TASKS:
-            found.append(finetuning(place, f"{first.name}-{task}", model, task, settings, first.key, first))
+            name, data = f"{first.name}-{task}", known_task(place, task)
+            found.append(finetuning(place, name, model, data, settings, first.key, first))
     return found
 
 
