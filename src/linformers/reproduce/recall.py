@@ -29,9 +29,9 @@ class Sizes(NamedTuple):
 
     train: int = 16000
     test: int = 2000
-    words: int = 340  # about 500 tokens
-    nearest: int = 230
-    furthest: int = 320
+    words: int = 300  # about 440 tokens
+    nearest: int = 220
+    furthest: int = 280
 
 
 TINY_SIZES = Sizes(64, 32, 40, 20, 30)
