@@ -335,7 +335,7 @@ def reproduce(
     sections: Annotated[
         list[str],
         typer.Argument(
-            help="figure1 to figure3, table1 to table3, quality, recall, long; all; or page, to run nothing."
+            help="figure1 to figure3, table1 to table3, quality, recall, chosen-k, long; all; or page, to run nothing."
         ),
     ],
     data: Data = None,

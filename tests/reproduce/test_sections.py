@@ -10,7 +10,18 @@ from typer.testing import CliRunner
 
 from linformers.benchmark.efficiency import FUSED, UNFUSED
 from linformers.cli import app
-from linformers.reproduce import figure1, figure3, long_documents, quality, recall, sections, table1, table2, table3
+from linformers.reproduce import (
+    chosen_k,
+    figure1,
+    figure3,
+    long_documents,
+    quality,
+    recall,
+    sections,
+    table1,
+    table2,
+    table3,
+)
 from linformers.reproduce.matrix import Place
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +45,7 @@ def data(tmp_path_factory):
     for name in ("wiki", "books"):
         for split, count in (("train-00", 60), ("validation", 10)):
             write(folder / name / f"{split}.jsonl", [{"text": sentence(draw, 200)} for _ in range(count)])
+    write(folder / "wikitext103_valtest" / "test.jsonl", [{"text": sentence(draw, 200)} for _ in range(20)])
     columns = {"sst2": ("sentence",), "imdb": ("text",), "qnli": ("question", "sentence")}
     columns |= {"qqp": ("question1", "question2")}
     for name, texts in columns.items():
@@ -90,6 +102,25 @@ def test_recall(data, tmp_path):
     assert 0 <= rows["k=128 w=32"][0] <= 1
     test = (tmp_path / "runs" / "recall" / "test.jsonl").read_text().splitlines()
     assert len(test) == recall.TINY_SIZES.test
+
+
+def test_chosen_k(data, tmp_path):
+    """What is chosen is not known before the twin has been trained."""
+    result = invoke("chosen-k", *places(tmp_path, data), "--small", "--at-once", "2")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "results" / "chosen-k" / "chosen-k.json").read_text())["rows"]
+    assert "chosen" in {row["name"] for row in rows}
+    assert all(row["perplexity"] > 1 and len(row["lengths"]) == 2 for row in rows)
+
+
+def test_the_best_choice_is_told(tmp_path):
+    choices = {"uniform": [128, 128], "chosen": [96, 160]}
+    write_run(tmp_path, "chosen-k/choice", choices=choices, costs=[{"seconds": 0.001}, {"seconds": 0.002}])
+    for name, perplexity in (("uniform", 50.0), ("chosen", 49.0)):
+        write_run(tmp_path, f"chosen-k/{name}", perplexity=perplexity)
+    page = chosen_k.page(chosen_k.collect(Place(None, results=tmp_path)))
+    assert "| chosen | 96, 160 | 128 | 2.0 | 49.0 |" in page
+    assert "- At this cost, k “chosen” is best: 49.0; uniform has 50.0." in page
 
 
 def test_secrets(data):

@@ -116,7 +116,7 @@ class Process:
 
 
 def run(
-    jobs: Sequence[Job], store: Store, logs: Path, console: Console, *, at_once: int = 1, seconds: float | None = None
+    jobs: Sequence[Job], store: Store, logs: Path, console: Console, *, at_once: int = 1, deadline: float | None = None
 ) -> int:
     """Run what the store has no record of; what is interrupted goes on from where it was in the next run.
 
@@ -126,7 +126,7 @@ def run(
         logs: the folder for what the commands say.
         console: where progress is shown.
         at_once: how many run at a time.
-        seconds: after so many, what is running is stopped, which saves it.
+        deadline: when, by the monotonic clock, what is running is stopped, which saves it.
 
     Returns:
         The exit code: 0, 1 if a job failed or time ran out, or 128 plus the number of a signal.
@@ -136,7 +136,6 @@ def run(
     console.print(f"{done} of {len({job.name for job in jobs})} runs are there already", highlight=False)
     running: list[Process] = []
     failed: list[str] = []
-    deadline = None if seconds is None else time.monotonic() + seconds
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars, _signals() as received:
         tasks = {job.name: bars.add_task(job.name, total=job.steps[0], start=False, visible=False) for job in left}

@@ -77,17 +77,29 @@ def corpus(place: Place, name: str, console: Console) -> Path:
 
 
 def pretraining(
-    place: Place, tokens: Path, recipe_name: str, *, group: str, name: str = "", changes: Sequence[str] = ()
+    place: Place,
+    tokens: Path,
+    recipe_name: str,
+    *,
+    group: str,
+    name: str = "",
+    changes: Sequence[str] = (),
+    shrink: bool = True,
 ) -> Job:
-    """A run of `linformers pretrain`; its record is `group`/`name`, which is by default the recipe's name."""
+    """A run of `linformers pretrain`; its record is `group`/`name`, which is by default the recipe's name.
+
+    Where everything is tiny, k and w shrink as n does, unless `changes` has done that.
+    """
     name = f"{group}/{name or recipe_name}"
     out = place.runs / name
-    every = [f"data={tokens}", f"out={out}", *changes]
+    every = [f"data={tokens}", f"out={out}"]
     path = place.recipes / f"{recipe_name}.yaml"
+    if place.small and not shrink:
+        every += _tiny(read(path, every), shrink)
+    every += changes
+    if place.small and shrink:
+        every += _tiny(read(path, every), shrink)
     recipe = read(path, every)
-    if place.small:
-        every += _tiny(recipe)
-        recipe = read(path, every)
     return Job(
         name=name,
         arguments=["pretrain", str(path), *every],
@@ -151,7 +163,7 @@ def _deciding(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.to_dict().items() if name not in FREE}
 
 
-def _tiny(recipe: Recipe) -> list[str]:
+def _tiny(recipe: Recipe, shrink: bool) -> list[str]:
     """Changes that make a run take seconds on a CPU; n, k and w keep their proportions."""
     n = recipe.model["max_position_embeddings"]
     fields: dict[str, Any] = {
@@ -160,9 +172,10 @@ def _tiny(recipe: Recipe) -> list[str]:
         "num_attention_heads": 2,
         "intermediate_size": 64,
         "max_position_embeddings": n // 8,
-        "projected_length": recipe.model["projected_length"] // 8,
-        "local_window": recipe.model.get("local_window", 0) // 8,
     }
+    if shrink:
+        fields["projected_length"] = recipe.model["projected_length"] // 8
+        fields["local_window"] = recipe.model.get("local_window", 0) // 8
     sizes = {"steps": 8, "batch_size": 8, "warmup_steps": 2, "eval_every": 4, "eval_rows": 8, "save_every": 4}
     sizes |= {"log_every": 2, "workers": 0}
     return [*(f"model.{name}={value}" for name, value in fields.items()), *(f"{n}={v}" for n, v in sizes.items())]

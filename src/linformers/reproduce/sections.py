@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from .. import plots
 from ..checks import check_choice, check_size
-from . import figure1, figure3, jobs, long_documents, quality, recall, table1, table2, table3
+from . import chosen_k, figure1, figure3, jobs, long_documents, quality, recall, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
 
@@ -23,6 +24,7 @@ TRAINED: dict[str, ModuleType] = {
     "figure3": figure3,
     "quality": quality,
     "recall": recall,
+    "chosen-k": chosen_k,
     "long": long_documents,
 }
 MEASURED: dict[str, ModuleType] = {"figure1": figure1, "table1": table1, "table3": table3}
@@ -35,6 +37,7 @@ TITLES = {
     "table2": "Table 2: fine-tuning",
     "quality": "A Linformer beside its twin, at equal steps",
     "recall": "A task that needs the whole text",
+    "chosen-k": "Section 4: a k for each layer",
     "long": "Long documents: IMDB in bytes, n = 4096",
 }
 # Figure 2 is drawn from what Table 3 measures.
@@ -80,9 +83,15 @@ def run(
     code = 0
     trained = [name for name in wanted if name in TRAINED]
     if trained:
-        every = chosen([job for name in trained for job in TRAINED[name].jobs(place, console)], only)
-        seconds = None if minutes is None else 60 * minutes
-        code = jobs.run(every, place.store, place.runs / "logs", console, at_once=at_once, seconds=seconds)
+        deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        known: set[str] = set()
+        while code == 0:  # what is done may make new jobs known
+            every = [job for name in trained for job in TRAINED[name].jobs(place, console)]
+            new = [job for job in chosen(every, only) if job.name not in known]
+            if not new:
+                break
+            known |= {job.name for job in new}
+            code = jobs.run(new, place.store, place.runs / "logs", console, at_once=at_once, deadline=deadline)
     for name, section in SECTIONS.items():
         to_measure = name in wanted and name in MEASURED and code <= 1
         record = section.measure(place, console) if to_measure else section.collect(place)

@@ -1,0 +1,86 @@
+"""A projected length of its own for each layer, section 4: chosen from the twin's spectra, against a uniform one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from . import quality
+from .jobs import Job
+from .matrix import Place, corpus, hashes, pretraining
+
+GROUP = "chosen-k"
+RECIPE, TEXTS = "n512-k128-headwise", "wikitext103_valtest"
+NAMES = ("uniform", "chosen", "decreasing", "increasing")
+
+
+def jobs(place: Place, console: Console) -> list[Job]:
+    """The twin, the choice by its spectra and, once that is made, a training run for each way to spend as much."""
+    tokens = corpus(place, "wiki", console)
+    twin = quality.variant_job(place, tokens, quality.TWIN, 0)
+    choice = choosing(place, twin)
+    found = [twin, choice]
+    if (record := place.store.find(choice)) is not None:
+        for name, lengths in record["result"]["choices"].items():
+            changes = ["short_rows=0.0", f"model.projected_length={json.dumps(lengths, separators=(',', ':'))}"]
+            found.append(pretraining(place, tokens, RECIPE, group=GROUP, name=name, changes=changes, shrink=False))
+    return found
+
+
+def choosing(place: Place, twin: Job) -> Job:
+    """The run of `linformers choose-k` on the twin."""
+    model, out = place.runs / twin.name / "model", place.runs / GROUP / "choice"
+    n, budget, sentences = (64, 16, 8) if place.small else (512, 128, 200)
+    sizes = {"length": n, "budget": budget, "sentences": sentences, "sharing": "headwise"}
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    return Job(
+        name=f"{GROUP}/choice",
+        arguments=["choose-k", str(model), "--text", str(place.folder(TEXTS)), *flags, "--out", str(out)],
+        decides={"model": twin.key, **sizes, "data": hashes(place.folder(TEXTS))},
+        collect=lambda: json.loads((out / "choose-k.json").read_text()),
+        steps=(1, lambda: int((out / "choose-k.json").exists())),
+        after=(twin, model.exists),
+    )
+
+
+def collect(place: Place) -> dict[str, Any]:
+    """The choices, what each costs, and its perplexity; `None` where a run is missing."""
+    results, runs = place.store.results(f"{GROUP}/{name}" for name in ("choice", *NAMES))
+    choice = results.get(f"{GROUP}/choice")
+    if choice is None:
+        return {"runs": {}, "rows": []}
+    rows = [
+        {
+            "name": name,
+            "lengths": lengths,
+            "milliseconds": 1000 * cost["seconds"],
+            "perplexity": results.get(f"{GROUP}/{name}", {}).get("perplexity"),
+        }
+        for (name, lengths), cost in zip(choice["choices"].items(), choice["costs"], strict=True)
+    ]
+    return {"runs": runs, "rows": rows}
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """What each way to spend the same mean k gives."""
+    lines = [
+        "The twin's spectra choose a k for each of 8 layers, 128 on average (headwise sharing). Beside it: a uniform "
+        "k, and the same numbers falling, as the paper recommends, or rising with the layer.",
+        "",
+        "| k | by layer | mean | ms of a pass in inference | perplexity |",
+        "|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        mean = sum(row["lengths"]) / len(row["lengths"])
+        perplexity = "missing" if row["perplexity"] is None else f"{row['perplexity']:.1f}"
+        numbers = ", ".join(map(str, row["lengths"]))
+        lines.append(f"| {row['name']} | {numbers} | {mean:.0f} | {row['milliseconds']:.1f} | {perplexity} |")
+    lines.append("")
+    found = {row["name"]: row["perplexity"] for row in record["rows"] if row["perplexity"] is not None}
+    if len(found) == len(record["rows"]) and "uniform" in found:
+        best = min(found, key=lambda name: found[name])
+        lines += [f"- At this cost, k “{best}” is best: {found[best]:.1f}; uniform has {found['uniform']:.1f}.", ""]
+    return lines
