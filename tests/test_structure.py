@@ -20,7 +20,7 @@ LAYERS = [
     {"attention"},
     {"layer", "encoder"},
     {"heads"},
-    {"plots", "provenance"},
+    {"plots", "progress", "provenance"},
     {"convert", "training", "benchmark"},
     {"analysis"},
     {"reproduce"},

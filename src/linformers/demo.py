@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from . import plots
@@ -21,6 +20,7 @@ from .benchmark.efficiency import Cell, compare, curves, mebibytes, milliseconds
 from .benchmark.measure import best_device, peak_memory
 from .checks import check_size, make_folder
 from .heads import LinformerForMaskedLM
+from .progress import progress
 from .training import pretrain
 from .training.corpus import Corpus
 from .training.monitor import read_metrics
@@ -119,7 +119,7 @@ def recipe(name: str, steps: int, out: Path) -> Recipe:
 
 
 def measure_lengths(console: Console) -> list[Cell]:
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bars:
+    with progress(console) as bars:
         task = bars.add_task("measuring", total=3 * len(LENGTHS))
 
         def show(name: str) -> None:

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import plots
 from ..benchmark.report import markdown
 from ..checks import check_size, make_folder
+from ..progress import progress
 from ..provenance import commit, environment
 from . import attentions, lowrank
 from .lowrank import OTHERS, OWN, SVD, Loss
@@ -73,8 +73,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     layers, heads = attentions.check_watchable(model, ids, settings.model)
     measured, others = ids.split([settings.passages, settings.others])
     losses: list[Loss] = []
-    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
+    with progress(console) as bars:
         task = bars.add_task("", total=len(settings.projected) * (layers + layers * settings.passages))
         for k in settings.projected:
             bars.update(task, description=f"k={k}, fitting E and F")

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
 from .. import plots
 from ..checks import check_size, make_folder
+from ..progress import progress
 from ..provenance import commit, environment
 from . import attentions
 from .spectrum import Spectrum, measure, rank_correlation
@@ -87,8 +88,7 @@ def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
         )
     if len(ids) < settings.sentences:
         console.print(f"The texts have {len(ids)} passages of {settings.length} tokens; all are taken", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bars:
+    with progress(console, None, TextColumn("{task.fields[speed]}")) as bars:
         task = bars.add_task("passages", total=len(ids), speed="")
         matrices = 0
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn
 
 from .. import plots
 from ..checks import check_size, make_folder
+from ..progress import progress
 from ..provenance import commit, environment
 from . import theorem_page, theorem_tables
 from .existence import STEPS, Fit, existence
@@ -106,8 +107,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Fin
     """Test everything, and write `theorems.json`, `theorems.md` and the plot to `out`."""
     settings.check()
     make_folder("out", out)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
+    with progress(console, TaskProgressColumn()) as bars:
         task = bars.add_task("reading", total=None)
 
         def on_work(done: float, total: float, what: str) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
 from ..config import FIXED_LENGTHS, PROJECTIONS, SHARINGS, check_window
+from ..progress import progress
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
@@ -172,8 +172,7 @@ def _measure(
     count = len(settings.tasks) * sum(
         len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths
     )
-    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
+    with progress(console) as bars:
         task = bars.add_task("", total=count)
         yield from compare(
             settings.lengths,

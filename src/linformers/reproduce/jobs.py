@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..progress import progress
 from ..provenance import commit, environment
 from ..training.checkpointing import write_text
 
@@ -136,8 +136,7 @@ def run(
     console.print(f"{done} of {len({job.name for job in jobs})} runs are there already", highlight=False)
     running: list[Process] = []
     failed: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bars, _signals() as received:
+    with progress(console) as bars, _signals() as received:
         tasks = {job.name: bars.add_task(job.name, total=job.steps[0], start=False, visible=False) for job in left}
         while left or running:
             if received or (deadline is not None and time.monotonic() > deadline):

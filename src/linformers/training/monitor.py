@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TrainerCallback
 
+from ..progress import progress
 from . import checkpointing
 from .checkpointing import write_text
 from .trainer import ExactTrainer
@@ -55,15 +55,7 @@ class Monitor(TrainerCallback):
         self.units_per_step, self.flops_per_unit = units_per_step, flops_per_unit
         self.active = trainer.is_world_process_zero()
         self.rows: list[list[str]] = []
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self.bars = progress(console)
         self.live = Live(console=console, get_renderable=self._picture, refresh_per_second=2)
         self.marked = (0, time.perf_counter(), 0.0, 0.0)
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, TextColumn
 
 from ..checks import check_size
+from ..progress import progress
 from . import sources as files
 from .corpus import (
     FORMAT,
@@ -37,6 +37,7 @@ BATCH_CHARACTERS = 2**20
 PIECE = re.compile(r"(?s).{1,99999}\S(?=[ \n]|\Z)|.{1,100000}")
 # What a tokenizer learns from at most: where documents are long, their number alone bounds nothing.
 TOKENIZER_CHARACTERS = 2**28
+RATE = TextColumn("{task.fields[rate]}")
 SMALL = 2**25  # bytes for which starting processes does not pay: the tokenizers library has threads of its own
 
 
@@ -98,11 +99,11 @@ def prepare(
     out.mkdir(parents=True, exist_ok=True)
     clear_unfinished(out)
     if taken is None:
-        with _progress(console, MofNCompleteColumn()) as progress:
-            task = progress.add_task("tokenizer", total=tokenizer_documents, rate="documents")
-            sample = _sample(training, text_column, share, tokenizer_documents, lambda: progress.advance(task))
+        with progress(console, None, RATE) as bars:
+            task = bars.add_task("tokenizer", total=tokenizer_documents, rate="documents")
+            sample = _sample(training, text_column, share, tokenizer_documents, lambda: bars.advance(task))
             taken = train_tokenizer(sample, vocab_size)
-            progress.update(task, total=progress.tasks[task].completed)
+            bars.update(task, total=bars.tasks[task].completed)
     taken.save_pretrained(out / TOKENIZER)
     vocabulary = max(taken.get_vocab().values()) + 1
     dtype = token_dtype(vocabulary)
@@ -110,16 +111,16 @@ def prepare(
     began = time.perf_counter()
     with ExitStack() as stack:
         writers = {s: stack.enter_context(ShardWriter(out, s, dtype, shard_tokens)) for s in ("train", "validation")}
-        progress = stack.enter_context(_progress(console, DownloadColumn()))
-        task = progress.add_task("tokens", total=size, rate="")
-        documents = _documents(everything, text_column, share, lambda done: progress.update(task, completed=done))
+        bars = stack.enter_context(progress(console, DownloadColumn(), RATE))
+        task = bars.add_task("tokens", total=size, rate="")
+        documents = _documents(everything, text_column, share, lambda done: bars.update(task, completed=done))
         setting = (str(out / TOKENIZER / "tokenizer.json"), int(taken.eos_token_id), dtype)
         encoded = stack.enter_context(closing(encode_all(_batches(documents), setting, workers)))
         for batch, ids in encoded:
             writers[batch.split].write(ids, documents=sum(batch.ends))
             tokens = sum(writer.summary["tokens"] for writer in writers.values())
             rate = tokens / (time.perf_counter() - began)
-            progress.update(task, rate=f"{rate:,.0f} tokens a second")
+            bars.update(task, rate=f"{rate:,.0f} tokens a second")
     splits = {name: writer.summary for name, writer in writers.items()}
     _refuse_empty(splits, validation_share)
     manifest: Manifest = {
@@ -267,8 +268,3 @@ def _refuse_empty(splits: dict[str, Split], share: float) -> None:
             f"validation_share={share} of {splits['train']['documents']} documents is none; "
             "name validation sources, or choose a larger share of more documents"
         )
-
-
-def _progress(console: Console, count: Any) -> Progress:
-    columns = [TextColumn("{task.description}"), BarColumn(), count, TextColumn("{task.fields[rate]}")]
-    return Progress(*columns, TimeRemainingColumn(), console=console)
