@@ -71,6 +71,8 @@ def refused(message, error=ValueError):
         ({"projection": "liner"}, "projection='liner' is not one of"),
         ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'stride', 'gaussian'"),
         ({"far_weight": 0}, "far_weight=0 must be a positive number or None"),
+        ({"far_weight": 2.0}, "far_weight=2.0 says nothing without a local_window"),
+        ({"local_windows": 2}, "'local_windows' is not a field of LinformerConfig; did you mean 'local_window'?"),
         ({"position_init": "sine"}, "position_init='sine' is not one of 'sinusoidal', 'normal'"),
         ({"hidden_act": "gelo"}, "hidden_act='gelo' is not one of"),
         ({"projection_scale": 0}, "projection_scale=0 must be a positive number, or None for 0.12·k/n"),

@@ -222,7 +222,7 @@ def bench(
         projection=projection,
         batches=batches,
         memory=memory,
-        windows=_numbers("windows", windows) if windows else (),
+        windows=_numbers("windows", windows, "16,32") if windows else (),
     )
     report.run(settings, out=out, command=_command(), console=console)
 
@@ -338,7 +338,9 @@ def reproduce(
             help="figure1 to figure3, table1 to table3, quality, recall, chosen-k, long; all; or page, to run nothing."
         ),
     ],
-    data: Data = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of texts and tasks, for everything but table1 and table3.")
+    ] = None,
     recipes: Annotated[Path, typer.Option(help="Folder of the recipes, which come with a clone.")] = Path(
         "recipes/small"
     ),
@@ -356,8 +358,10 @@ def reproduce(
     from .reproduce.matrix import Place
 
     _hide_bars()
-    if small and (runs, results) == (Path("runs/reproduce"), Path("results")):
-        runs, results = Path("runs/reproduce-small"), Path("runs/reproduce-small/results")
+    if small and runs == Path("runs/reproduce"):
+        runs = Path("runs/reproduce-small")
+    if small and results == Path("results"):  # where nothing tiny belongs
+        results = runs / "results"
     place = Place(data, recipes, runs, results, small)
     sys.exit(all_sections.run(sections, place, console, only=only or (), at_once=at_once, minutes=minutes))
 
@@ -390,13 +394,13 @@ def _command() -> str:
     return shlex.join(["linformers", *sys.argv[1:]])
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as 512,1024")
+        raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as {example}")
     return numbers
 
 

@@ -61,6 +61,9 @@ OTHER_NAMES = {
     "projection_type": "projection",
 }
 
+# Properties that are made of a field.
+PLURALS = ("projected_lengths", "local_windows")
+
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -217,6 +220,8 @@ class LinformerConfig(PreTrainedConfig):
         for window in self.local_windows if isinstance(self.local_window, int | list) else [self.local_window]:
             check_window(window, self.projection)
         check_far_weight(self.far_weight)
+        if self.far_weight is not None and not any(self.local_windows):
+            raise ValueError(f"far_weight={self.far_weight} says nothing without a local_window")
         if self.projection not in FIXED_LENGTHS:
             self._check_projected_length_shape()
             check_projected_lengths(
@@ -252,6 +257,8 @@ class LinformerConfig(PreTrainedConfig):
         """Refuse an unknown key that looks like a field: transformers keeps unknown keys, which then do nothing."""
         fields = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
+            if name in PLURALS:
+                raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {name[:-1]!r}?")
             if hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_NAMES:
                 continue
             if name == "causal":

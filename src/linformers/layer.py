@@ -82,6 +82,8 @@ class LinformerAttention(ProjectedAttention):
         check_scale(projection_scale)
         check_window(plain(local_window), projection)
         check_far_weight(far_weight)
+        if far_weight is not None and not local_window:
+            raise ValueError(f"far_weight={far_weight} says nothing without a local_window")
         check_choice(
             "attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
         )

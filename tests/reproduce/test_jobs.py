@@ -1,5 +1,7 @@
 """Jobs run once, in order, several at a time; what fails or is stopped is run again."""
 
+import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -99,6 +101,24 @@ def test_jobs_run_side_by_side(tmp_path):
     names = [str(tmp_path / name) for name in ("a", "b")]
     pair = [job(tmp_path, "a", wait.format(*names)), job(tmp_path, "b", wait.format(*reversed(names)))]
     assert run(pair, tmp_path, at_once=2) == 0
+
+
+def test_each_has_the_machine_to_itself_for_a_while(tmp_path):
+    """So that its speed can be told: the others stand still meanwhile."""
+    script = "import pathlib, time; p = pathlib.Path({0!r}); times = []\n"
+    script += "for step in range(1, 201): time.sleep(0.01); times.append(time.time()); p.write_text(str(step))\n"
+    script += "pathlib.Path({0!r} + '.times').write_text(repr(times))"
+
+    def counting(name):
+        path = tmp_path / name
+        own = job(tmp_path, name, script.format(str(path)))
+        steps = (200, lambda: int(path.read_text() or 0) // 20 * 20 if path.exists() else 0)
+        return dataclasses.replace(own, steps=steps, log_every=20)
+
+    assert run([counting("a"), counting("b")], tmp_path, at_once=2) == 0
+    for name in ("a", "b"):
+        times = json.loads((tmp_path / f"{name}.times").read_text())
+        assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 0.2  # 40 steps of the other
 
 
 def test_time_runs_out(tmp_path):

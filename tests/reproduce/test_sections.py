@@ -22,7 +22,7 @@ from linformers.reproduce import (
     table2,
     table3,
 )
-from linformers.reproduce.matrix import Place
+from linformers.reproduce.matrix import Place, corpus
 
 ROOT = Path(__file__).parents[2]
 QUIET = Console(quiet=True)
@@ -161,7 +161,8 @@ def test_table_3_and_table_1_on_a_cpu(tmp_path):
     [
         (["figure4"], "section='figure4' is not one of"),
         (["figure3"], "data is missing: name the folder of wiki"),
-        (["figure3", "--data", "/nowhere"], "has no wiki and books with files called train"),
+        (["figure3", "--data", "/nowhere"], "has no wiki with files called train"),
+        (["table3", "--only", "k32"], "only=\\['k32'\\] has no effect on table3, which are not made of runs"),
         (["table1", "--at-once", "0"], "at_once=0"),
         (["table1", "--minutes", "0"], "minutes=0.0 must be above 0"),
     ],
@@ -171,8 +172,31 @@ def test_what_cannot_be_reproduced(arguments, message, tmp_path):
         invoke(*arguments, "--runs", tmp_path / "runs", "--results", tmp_path / "results")
 
 
+def test_a_corpus_of_other_text_is_refused(data, tmp_path):
+    place = Place(data, runs=tmp_path, small=True)
+    made = corpus(place, "wiki", QUIET)
+    assert corpus(place, "wiki", QUIET) == corpus(Place(None, runs=tmp_path, small=True), "wiki", QUIET) == made
+    other = tmp_path / "other"
+    (other / "wiki").mkdir(parents=True)
+    with pytest.raises(ValueError, match="has no wiki with files called train"):
+        corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET)
+    for name in ("train-0.jsonl", "validation.jsonl"):
+        (other / "wiki" / name).write_text('{"text": "other"}\n')
+    with pytest.raises(ValueError, match="was made of other files than data="):
+        corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET)
+
+
+def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    result = invoke("figure3", "--data", data, "--small", "--only", "n512-twin", "--runs", "runs/mine")
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "results").exists()
+    assert "the numbers\nmean nothing" in (tmp_path / "runs" / "mine" / "docs" / "results.md").read_text()
+
+
 def test_a_run_that_is_not_there_is_refused(data, tmp_path):
-    with pytest.raises(ValueError, match="only='n512' is like none of the runs: n512-twin, "):
+    with pytest.raises(ValueError, match="only='n512' is like none of the 14 runs; did you mean 'n512-"):
         invoke("figure3", *places(tmp_path, data), "--small", "--only", "n512")
 
 

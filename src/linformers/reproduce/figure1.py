@@ -30,17 +30,22 @@ SENTENCES, AT = 1000, 128
 
 def measure(place: Place, console: Console) -> dict[str, Any]:
     """Measure what has no result yet; an encoder that cannot be had is left out, and said so."""
+    unreachable = False
     for row, (model, text) in rows().items():
         out = place.results / "spectrum" / row
         if (out / "spectrum.json").exists():
             continue
         local = place.folder("models", model)
+        if not local.is_dir() and unreachable:  # each would be asked for many times
+            console.print(f"{row} is left out: the hub gave nothing before", style="yellow", markup=False)
+            continue
         name = str(local) if local.is_dir() else MODELS[model]
         settings = figure1.Settings(name, [str(place.folder(TEXTS[text]))], sentences=SENTENCES, at=AT)
         try:
             figure1.run(settings, out=place.runs / "spectrum" / row, command=command(row), console=console)
         except (ValueError, OSError) as error:
             console.print(f"{row} is left out: {error}", style="yellow", markup=False)
+            unreachable = unreachable or not local.is_dir()
             continue
         out.mkdir(parents=True, exist_ok=True)
         for path in (place.runs / "spectrum" / row).glob("spectrum.*"):

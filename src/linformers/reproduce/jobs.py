@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from ..progress import progress
 from ..provenance import commit, environment
@@ -37,6 +38,7 @@ class Job:
         collect: reads the result when the command is done.
         steps: how many there are, and how many are done.
         after: the job without which it cannot start, and whether what that leaves behind is there.
+        log_every: the steps between entries of its log; 0 where its speed does not matter.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Job:
     collect: Callable[[], dict[str, Any]]
     steps: tuple[int, Callable[[], int]]
     after: tuple[Job, Callable[[], bool]] | None = None
+    log_every: int = 0
 
     @cached_property
     def key(self) -> str:
@@ -101,11 +104,12 @@ def origin(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Process:
-    """A job that is running."""
+    """A job that is running; `was_alone` once it has had the machine to itself."""
 
     job: Job
     log: Path
     handle: subprocess.Popen[bytes] = field(init=False)
+    was_alone: bool = False
 
     def __post_init__(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +117,10 @@ class Process:
             self.handle = subprocess.Popen(
                 [sys.executable, "-m", "linformers", *self.job.arguments], stdout=out, stderr=subprocess.STDOUT
             )
+
+    def signal(self, number: int) -> None:
+        if self.handle.poll() is None:
+            self.handle.send_signal(number)
 
 
 def run(
@@ -132,46 +140,111 @@ def run(
         The exit code: 0, 1 if a job failed or time ran out, or 128 plus the number of a signal.
     """
     left = missing(jobs, store)
-    done = len({job.name for job in jobs}) - len({job.name for job in left if job in jobs})
-    console.print(f"{done} of {len({job.name for job in jobs})} runs are there already", highlight=False)
-    running: list[Process] = []
-    failed: list[str] = []
+    names = {job.name for job in jobs}
+    console.print(f"{len(names - {job.name for job in left})} of {len(names)} runs are there already", highlight=False)
     with progress(console) as bars, _signals() as received:
-        tasks = {job.name: bars.add_task(job.name, total=job.steps[0], start=False, visible=False) for job in left}
-        while left or running:
-            if received or (deadline is not None and time.monotonic() > deadline):
+        runner = Runner(left, store, logs, console, bars, at_once)
+        while (runner.left or runner.running) and not received:
+            if deadline is not None and time.monotonic() > deadline:
                 break
-            ready = [job for job in left if _may_start(job, left, running)]
-            for job in ready[: max(0, at_once - len(running))]:
-                left.remove(job)
-                running.append(Process(job, logs / f"{job.name}.log"))
-                bars.start_task(tasks[job.name])
-                bars.update(tasks[job.name], visible=True)
-            if left and not running:  # what they wait for has failed
-                failed += [job.name for job in left]
+            if not runner.start():
                 break
             time.sleep(0.2)
-            for process in list(running):
-                name = process.job.name
-                bars.update(tasks[name], completed=process.job.steps[1]())
-                if process.handle.poll() is None:
-                    continue
-                running.remove(process)
-                bars.update(tasks[name], visible=False)
-                if process.handle.returncode == 0:
-                    store.write(process.job)
-                    console.print(f"{name} is done", highlight=False)
-                else:
-                    failed.append(name)
-                    console.print(f"{name} failed: {_last_line(process.log)}", style="red", markup=False)
-        _stop(running)
+            if not received:  # which reaches what runs, too, and is no failure of it
+                runner.look()
+        runner.stop()
+    for name in runner.failed:
+        console.print(f"{name} is missing; its log is {logs / f'{name}.log'}", style="red", markup=False)
+    if runner.running or (runner.left and not runner.failed):
+        why = "interrupted" if received else "time is up"
+        console.print(f"{why}; run the command again, it goes on from the last checkpoints", style="yellow")
     if received:
         return 128 + received[0]
-    for name in failed:
-        console.print(f"{name} is missing; its log is {logs / f'{name}.log'}", style="red", markup=False)
-    if running:
-        console.print("time is up; run the command again to go on", style="yellow")
-    return 1 if failed or running or left else 0
+    return 1 if runner.failed or runner.running or runner.left else 0
+
+
+class Runner:
+    """Starts jobs, looks after them, and lets each have the machine to itself for a while, so that its speed is known.
+
+    Args:
+        left: what is to be run.
+        store: for the records.
+        logs: the folder for what the commands say.
+        console: for what there is to say.
+        bars: for the progress.
+        at_once: how many run at a time.
+    """
+
+    def __init__(
+        self, left: list[Job], store: Store, logs: Path, console: Console, bars: Progress, at_once: int
+    ) -> None:
+        self.left, self.store, self.logs = left, store, logs
+        self.console, self.bars, self.at_once = console, bars, at_once
+        self.running: list[Process] = []
+        self.failed: list[str] = []
+        self.alone: tuple[Process, int] | None = None  # who has the machine, and until which step
+        self.tasks = {job.name: bars.add_task(job.name, total=job.steps[0], start=False, visible=False) for job in left}
+
+    def start(self) -> bool:
+        """Start what may start; false if nothing runs and nothing can."""
+        ready = [job for job in self.left if _may_start(job, self.left, self.running)]
+        for job in ready[: max(0, self.at_once - len(self.running))] if self.alone is None else ():
+            self.left.remove(job)
+            self.running.append(Process(job, self.logs / f"{job.name}.log"))
+            self.bars.start_task(self.tasks[job.name])
+            self.bars.update(self.tasks[job.name], visible=True)
+        if self.left and not self.running:  # what they wait for has failed
+            self.failed += [job.name for job in self.left]
+            self.left.clear()
+        return bool(self.running)
+
+    def look(self) -> None:
+        """See how far everything is, and write down what is done."""
+        for process in list(self.running):
+            job = process.job
+            done = job.steps[1]()
+            self.bars.update(self.tasks[job.name], completed=done)
+            if process.handle.poll() is not None:
+                self._end(process)
+            elif self.alone is None and len(self.running) > 1 and job.log_every and not process.was_alone:
+                if done >= job.steps[0] // 4:
+                    self._leave_alone(process, done + 2 * job.log_every)
+            elif self.alone is not None and self.alone[0] is process and done >= self.alone[1]:
+                self._go_on()
+
+    def stop(self) -> None:
+        """Ask what runs to save itself and stop."""
+        for process in self.running:
+            process.signal(signal.SIGCONT)
+            process.signal(signal.SIGTERM)
+        for process in self.running:
+            process.handle.wait()
+
+    def _end(self, process: Process) -> None:
+        name = process.job.name
+        self.running.remove(process)
+        self.bars.update(self.tasks[name], visible=False)
+        if self.alone is not None and self.alone[0] is process:
+            self._go_on()
+        if process.handle.returncode == 0:
+            self.store.write(process.job)
+            self.console.print(f"{name} is done", highlight=False)
+        else:
+            self.failed.append(name)
+            self.console.print(f"{name} failed: {_last_line(process.log)}", style="red", markup=False)
+
+    def _leave_alone(self, process: Process, until: int) -> None:
+        """Let all others wait until it is at a step, two logs ahead: its speed between them is its own."""
+        self.alone = process, until
+        process.was_alone = True
+        for other in self.running:
+            if other is not process:
+                other.signal(signal.SIGSTOP)
+
+    def _go_on(self) -> None:
+        self.alone = None
+        for process in self.running:
+            process.signal(signal.SIGCONT)
 
 
 def missing(jobs: Sequence[Job], store: Store) -> list[Job]:
@@ -192,14 +265,6 @@ def _may_start(job: Job, left: Sequence[Job], running: Sequence[Process]) -> boo
     first, is_there = job.after
     waiting = any(first.name == other.name for other in (*left, *(process.job for process in running)))
     return not waiting and is_there()
-
-
-def _stop(running: Sequence[Process]) -> None:
-    """Ask what runs to save itself and stop."""
-    for process in running:
-        process.handle.send_signal(signal.SIGTERM)
-    for process in running:
-        process.handle.wait()
 
 
 @contextmanager

@@ -18,11 +18,9 @@ from ..training.prepare import prepare
 from ..training.recipe import FREE, Recipe, read
 from .jobs import Job, Store
 
-# The folders of a corpus under --data, and how its training files begin.
-CORPORA: dict[str, dict[str, tuple[str, ...]]] = {
-    "wiki": {"wiki": ("train-00", "train-01", "train-02", "train-03")},
-    "wiki-books": {"wiki": ("train",), "books": ("train",)},
-}
+# The folders of a corpus under --data, and how many of its training files are taken.
+CORPORA: dict[str, dict[str, int | None]] = {"wiki": {"wiki": 4}, "wiki-books": {"wiki": None, "books": None}}
+SOURCES = "sources.json"
 
 TASKS = ("sst2", "imdb", "qnli", "qqp")
 
@@ -59,20 +57,28 @@ class Place:
 
 
 def corpus(place: Place, name: str, console: Console) -> Path:
-    """A corpus of tokens, made of the raw text unless it is there."""
+    """A corpus of tokens, made of the raw text unless it is there; one of other text is refused."""
     out = place.runs / "corpora" / name
-    if (out / MANIFEST).exists():
+    made = (out / MANIFEST).exists()
+    if made and place.data is None:
         return out
-    sources, validation = [], []
-    for folder, starts in CORPORA[name].items():
+    training, validation = [], []
+    for folder, most in CORPORA[name].items():
         files = sorted(path for path in place.folder(folder).glob("*") if path.is_file())
-        validation += [str(path) for path in files if path.name.startswith("validation")]
-        sources += [str(path) for path in files if path.name.startswith(starts)]
-    if not sources or not validation:
-        folders = " and ".join(CORPORA[name])
-        raise ValueError(f"data={str(place.data)!r} has no {folders} with files called train-… and validation")
+        parts = [[path for path in files if path.name.startswith(split)] for split in ("train", "validation")]
+        if not all(parts):
+            raise ValueError(f"data={str(place.data)!r} has no {folder} with files called train-… and validation…")
+        training += parts[0][:most]
+        validation += parts[1]
+    sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*training, *validation)}
+    if made:
+        if json.loads((out / SOURCES).read_text()) != sources:
+            raise ValueError(f"{str(out)!r} was made of other files than data={str(place.data)!r}; choose other runs")
+        return out
     sizes: dict[str, Any] = {"vocab_size": 300} if place.small else {}
-    prepare(sources, out, validation=validation, console=console, **sizes)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / SOURCES).write_text(json.dumps(sources, indent=1) + "\n")
+    prepare([str(path) for path in training], out, validation=list(map(str, validation)), console=console, **sizes)
     return out
 
 
@@ -106,6 +112,7 @@ def pretraining(
         decides={"recipe": _deciding(recipe), "corpus": Corpus.open(tokens).hash},
         collect=lambda: pretrained(out, recipe),
         steps=(recipe.steps, lambda: _last_step(out)),
+        log_every=recipe.log_every,
     )
 
 
@@ -138,7 +145,7 @@ def finetuning(
         arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags],
         decides={"model": identity, **options, "data": task.data},
         collect=lambda: json.loads((out / "results.json").read_text()),
-        steps=(settings.seeds, lambda: len(list(out.glob("seed-*/result.json")))),
+        steps=(settings.seeds * settings.epochs, lambda: _epochs(out)),
         after=None if after is None else (after, model.exists),
     )
 
@@ -179,6 +186,11 @@ def _tiny(recipe: Recipe, shrink: bool) -> list[str]:
     sizes = {"steps": 8, "batch_size": 8, "warmup_steps": 2, "eval_every": 4, "eval_rows": 8, "save_every": 4}
     sizes |= {"log_every": 2, "workers": 0}
     return [*(f"model.{name}={value}" for name, value in fields.items()), *(f"{n}={v}" for n, v in sizes.items())]
+
+
+def _epochs(out: Path) -> int:
+    """How many epochs of all seeds are done: each ends with a validation."""
+    return sum("accuracy" in record for seed in out.glob("seed-*") for record in read_metrics(seed))
 
 
 def _last_step(out: Path) -> int:

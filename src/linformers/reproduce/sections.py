@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from .. import plots
-from ..checks import check_choice, check_size
+from ..checks import check_choice, check_size, nearest_name
 from . import chosen_k, figure1, figure3, jobs, long_documents, quality, recall, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
@@ -52,9 +53,15 @@ INTRODUCTION = """\
 The paper's tables and figures on real text, with models that one GPU trains in minutes. This page is made by
 `linformers reproduce`; what it shows, with commands, commits, hardware and versions, is in [results/](../results).
 
-What differs from the paper everywhere: models of 34M parameters instead of 110M, thousands of updates instead of
-250,000, Wikipedia and Project Gutenberg instead of Wikipedia and BookCorpus, and the twin, a Transformer with
-everything but the projection equal, in the place of RoBERTa.
+What differs from the paper in all that is trained here: models of 34M parameters instead of 110M, thousands of updates
+instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of Wikipedia and BookCorpus, and
+the twin, a Transformer with everything but the projection equal, in the place of RoBERTa.
+"""
+SMALL = """\
+# A test of the whole path
+
+Tiny models, made by `linformers reproduce --small`: sizes and steps are not those that the text names, and the numbers
+mean nothing.
 """
 
 
@@ -79,6 +86,8 @@ def run(
     check_size("at_once", at_once)
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes={minutes} must be above 0")
+    if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
+        raise ValueError(f"only={list(only)} has no effect on {', '.join(names)}, which are not made of runs")
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     code = 0
     trained = [name for name in wanted if name in TRAINED]
@@ -100,6 +109,9 @@ def run(
     page = page_path(place)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_text(place), encoding="utf-8")
+    for name in wanted:
+        if _path(name, place).is_file():
+            console.print(Markdown("\n".join(section_text(name, place))))
     console.print(f"Written to {place.results} and {page}", markup=False)
     return code
 
@@ -113,7 +125,9 @@ def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
     names = {job.name.rpartition("/")[2]: None for job in every}
     for pattern in only:
         if not fnmatch.filter(names, pattern):
-            raise ValueError(f"only={pattern!r} is like none of the runs: {', '.join(names)}")
+            nearest = nearest_name(pattern, names)
+            hint = f"did you mean {nearest!r}?" if nearest else f"such as {', '.join(list(names)[:5])}"
+            raise ValueError(f"only={pattern!r} is like none of the {len(names)} runs; {hint}")
     return [job for job in every if not only or any(fnmatch.fnmatch(job.name.rpartition("/")[2], p) for p in only)]
 
 
@@ -136,14 +150,14 @@ def _write(name: str, record: dict[str, Any], place: Place) -> None:
 
 def page_text(place: Place) -> str:
     """What `docs/results.md` holds, from the json of all sections that there are."""
-    lines = [INTRODUCTION]
+    lines = [SMALL if place.small else INTRODUCTION]
     for name, title in TITLES.items():
         path = _path(name, place)
         if not path.is_file():
             lines += [f"## {title}", "", f"Missing; `linformers reproduce {name} --data DIR` fills it.", ""]
             continue
+        lines += section_text(name, place)
         record = json.loads(path.read_text())
-        lines += [f"## {title}", "", *SECTIONS[name].page(record)]
         where = f"../results/{name}"
         if name == "table3":
             lines += [f"![Where E and F stand]({where}/architecture.png)", ""]
@@ -151,6 +165,11 @@ def page_text(place: Place) -> str:
             lines += [f"![{title}]({where}/{name}.png)", ""]
         lines += [f"From [{name}.json]({where}/{name}.json): {origins(record['runs'])}.", ""]
     return "\n".join(lines)
+
+
+def section_text(name: str, place: Place) -> list[str]:
+    """What the page says of a section that is there."""
+    return [f"## {TITLES[name]}", "", *SECTIONS[name].page(json.loads(_path(name, place).read_text()))]
 
 
 def origins(runs: Mapping[str, Any]) -> str:
