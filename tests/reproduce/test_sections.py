@@ -244,8 +244,8 @@ def test_quality(tmp_path):
     write_run(tmp_path, "quality/k128-w32-s0", curve=curve, tokens_per_step=100, tokens_per_second=100)
     record = quality.collect(Place(None, results=tmp_path))
     page = quality.page(record)
-    assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.5 |" in page
-    assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.0 |" in page
+    assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.50 |" in page
+    assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.00 |" in page
     assert "| k=256 | 0 | missing | | |" in page
     quality.draw(record, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000

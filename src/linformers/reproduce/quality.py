@@ -112,11 +112,12 @@ def collect(place: Place) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The mean curve of several seeds' perplexity, its spread at the end, and the seconds of a step."""
+    """The mean curve of several seeds' perplexity, its spread at the end, and the seconds of a step, where known."""
     if not results:
         return None
     curves = [dict(result["curve"]) for result in results]
     steps = sorted(set.intersection(*map(set, curves)))
+    speeds = [result["tokens_per_second"] for result in results if result["tokens_per_second"]]
     ends = [curve[steps[-1]] for curve in curves]
     return {
         "seeds": len(results),
@@ -124,7 +125,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "mean": statistics.mean(ends),
         "std": statistics.stdev(ends) if len(ends) > 1 else 0.0,
         "curve": [[step, statistics.mean(curve[step] for curve in curves)] for step in steps],
-        "seconds_per_step": results[0]["tokens_per_step"] / max(result["tokens_per_second"] for result in results),
+        "seconds_per_step": results[0]["tokens_per_step"] / max(speeds) if speeds else None,
     }
 
 
@@ -133,6 +134,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     against_time = {
         name: [(step * own["seconds_per_step"] / 60, value) for step, value in own["curve"]]
         for name, own in found.items()
+        if own["seconds_per_step"]
     }
     plots.quality({name: own["curve"] for name, own in found.items()}, against_time, path)
 
@@ -166,7 +168,8 @@ def _table(variants: Mapping[str, Any]) -> list[str]:
             lines.append(f"| {name} | 0 | missing | | |")
             continue
         ratio = f"{own['mean'] / twin['mean']:.2f}" if twin else "–"
-        time = f"{own['seconds_per_step'] / twin['seconds_per_step']:.1f}" if twin else "–"
+        timed = twin and twin["seconds_per_step"] and own["seconds_per_step"]
+        time = f"{own['seconds_per_step'] / twin['seconds_per_step']:.2f}" if timed else "–"
         spread = f" ± {own['std']:.1f}" if own["seeds"] > 1 else ""
         lines.append(f"| {name} | {own['seeds']} | {own['mean']:.1f}{spread} | {ratio} | {time} |")
     return [*lines, ""]
