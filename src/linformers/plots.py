@@ -29,6 +29,7 @@ LOOK: Any = {
 }
 TRANSFORMERS = {
     "Transformer": "#333333",
+    "twin": "#333333",
     "Transformer, fused": "#333333",
     "Transformer, unfused": "#aaaaaa",
     "RoBERTa, SDPA": "#8c6d46",
@@ -118,17 +119,17 @@ def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
 
 
 def quality(against_steps: Curves, against_minutes: Curves, path: Path) -> None:
-    """Validation perplexity of several models against the step, and against the time of training."""
+    """Validation perplexity of several models against the step and, where it is known, the time of training."""
+    panels = {label: c for label, c in (("step", against_steps), ("minutes of training", against_minutes)) if c}
     with plt.rc_context(LOOK):
-        figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.8), layout="constrained", sharey=True)
-        for place, curves, label in zip(
-            axes, (against_steps, against_minutes), ("step", "minutes of training"), strict=True
-        ):
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(3.8 * len(panels) + 1, 3.8), layout="constrained", sharey=True, squeeze=False
+        )
+        for place, (label, curves) in zip(axes[0], panels.items(), strict=True):
             _draw(place, curves, marker="o", markersize=3)
             place.set(xlabel=label, yscale="log")
-        axes[0].set(title="Quality", ylabel="validation perplexity")
-        axes[0].yaxis.set_major_formatter("{x:g}")
-        axes[0].yaxis.set_minor_formatter("{x:g}")
+            _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
+        axes[0, 0].set(title="Quality", ylabel="validation perplexity")
         _save(figure, path)
 
 
