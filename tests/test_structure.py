@@ -20,7 +20,7 @@ LAYERS = [
     {"attention"},
     {"layer", "encoder"},
     {"heads"},
-    {"plots", "progress", "provenance"},
+    {"markdown", "plots", "progress", "provenance"},
     {"convert", "training", "benchmark"},
     {"analysis"},
     {"reproduce"},

@@ -246,7 +246,7 @@ def test_quality(tmp_path):
     page = quality.page(record)
     assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.50 |" in page
     assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 1.00 |" in page
-    assert "| k=256 | 0 | missing | | |" in page
+    assert "| k=256 | 0 | missing |  |  |" in page
     quality.draw(record, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000
 

@@ -14,6 +14,7 @@ from rich.progress import TextColumn
 
 from .. import plots
 from ..checks import check_size, make_folder
+from ..markdown import table
 from ..progress import progress
 from ..provenance import commit, environment
 from . import attentions
@@ -150,11 +151,11 @@ def page(spectrum: Spectrum, at: int, where: dict[str, Any], lines: Sequence[str
     heads = range(1, shares.shape[1] + 1)
     rows = ["# Spectrum of P", "", *(f"- {name}: {value}" for name, value in where.items()), "", *lines, ""]
     rows += [f"## Share of the first {at} singular values (± standard deviation over passages)", ""]
-    rows += ["| layer | " + " | ".join(f"head {head}" for head in heads) + " |", "|" + "---|" * (len(heads) + 1)]
-    for layer, (means, stds) in enumerate(zip(shares, spread, strict=True), 1):
-        cells = (f"{mean:.3f} ± {std:.3f}" for mean, std in zip(means, stds, strict=True))
-        rows.append(f"| {layer} | " + " | ".join(cells) + " |")
-    return "\n".join([*rows, ""])
+    cells = [
+        (str(layer), *(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(means, stds, strict=True)))
+        for layer, (means, stds) in enumerate(zip(shares, spread, strict=True), 1)
+    ]
+    return "\n".join([*rows, *table(("layer", *(f"head {head}" for head in heads)), cells)])
 
 
 def as_record(spectrum: Spectrum, at: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..markdown import table
 from .existence import Fit
 from .proof_notes import GAPS, HOLDS
 from .theorem_tables import EXP, KEPT, SOFTMAX, is_real, number, percent, pick, rate, span, tables
@@ -189,10 +190,8 @@ def page(
         "d and k, are in `theorems.json`.",
         "",
     ]
-    for table in tables(records, fits, proof):
-        columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    for shown in tables(records, fits, proof):
+        columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
         header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in zip(*columns, strict=True))
-        lines += [f"### {table.title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines.append("")
+        lines += [f"### {shown.title}", "", *table(header, rows)]
     return "\n".join(lines)

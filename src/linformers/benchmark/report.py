@@ -15,6 +15,7 @@ from rich.table import Table
 from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
 from ..config import FIXED_LENGTHS, PROJECTIONS, SHARINGS, check_window
+from ..markdown import table
 from ..progress import progress
 from ..provenance import commit, environment
 from .efficiency import (
@@ -133,8 +134,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         record["projected_lengths"] = as_records(list(compare_projected_lengths(k, smaller, n, **sizes, **fields)))
 
     tables, sentences = publish(record, out)
-    for table in tables:
-        console.print(table)
+    for shown in tables:
+        console.print(shown)
     for line in sentences:
         console.print(line, highlight=False)
     console.print(f"Written to {out}", markup=False)
@@ -310,10 +311,8 @@ def markdown(
 ) -> str:
     """The tables and sentences as a page, with where the numbers come from."""
     lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
-    for table in tables:
-        columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    for shown in tables:
+        columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
         header, *rows = zip(*columns, strict=True)
-        lines += [f"## {table.title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines.append("")
+        lines += [f"## {shown.title}", "", *table(header, rows)]
     return "\n".join([*lines, *sentences, ""])

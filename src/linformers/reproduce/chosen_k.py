@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..markdown import table
 from . import quality
 from .jobs import Job
 from .matrix import Place, corpus, hashes, pretraining
@@ -66,19 +67,18 @@ def collect(place: Place) -> dict[str, Any]:
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """What each way to spend the same mean k gives."""
-    lines = [
-        "The twin's spectra choose a k for each of 8 layers, 128 on average (headwise sharing). Beside it: a uniform "
-        "k, and the same numbers falling, as the paper recommends, or rising with the layer.",
-        "",
-        "| k | by layer | mean | ms of a pass in inference | perplexity |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for row in record["rows"]:
         mean = sum(row["lengths"]) / len(row["lengths"])
         perplexity = "missing" if row["perplexity"] is None else f"{row['perplexity']:.1f}"
         numbers = ", ".join(map(str, row["lengths"]))
-        lines.append(f"| {row['name']} | {numbers} | {mean:.0f} | {row['milliseconds']:.1f} | {perplexity} |")
-    lines.append("")
+        rows.append((row["name"], numbers, f"{mean:.0f}", f"{row['milliseconds']:.1f}", perplexity))
+    lines = [
+        "The twin's spectra choose a k for each of 8 layers, 128 on average (headwise sharing). Beside it: a uniform "
+        "k, and the same numbers falling, as the paper recommends, or rising with the layer.",
+        "",
+        *table(("k", "by layer", "mean", "ms of a pass in inference", "perplexity"), rows),
+    ]
     found = {row["name"]: row["perplexity"] for row in record["rows"] if row["perplexity"] is not None}
     if len(found) == len(record["rows"]) and "uniform" in found:
         best = min(found, key=lambda name: found[name])

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..analysis import figure1
 from ..analysis.spectrum import rank_correlation
+from ..markdown import table
 from .jobs import origin
 from .matrix import Place
 
@@ -91,18 +92,22 @@ def summary(folder: Path) -> dict[str, Any] | None:
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """A row for each encoder and text, and the paper's two claims."""
+    found = {row: own for row, own in record["rows"].items() if own is not None}
+    cells = [
+        (
+            f"[{row}](../results/spectrum/{row}/spectrum.md)",
+            str(own["sentences"]),
+            *(f"{own[name]:.3f}" for name in ("mean", "least", "most")),
+            f"{own['correlation']:.2f}",
+        )
+        for row, own in found.items()
+    ]
     lines = [
         "The share of the sum of P's singular values that the first 128 of 512 hold (a flat spectrum: 0.25), and the "
         "rank correlation of the layer's number with it.",
         "",
-        "| encoder and text | passages | mean | least head | most | correlation with the layer |",
-        "|---|---|---|---|---|---|",
+        *table(("encoder and text", "passages", "mean", "least head", "most", "correlation with the layer"), cells),
     ]
-    found = {row: own for row, own in record["rows"].items() if own is not None}
-    for row, own in found.items():
-        numbers = f"{own['mean']:.3f} | {own['least']:.3f} | {own['most']:.3f} | {own['correlation']:.2f}"
-        lines.append(f"| [{row}](../results/spectrum/{row}/spectrum.md) | {own['sentences']} | {numbers} |")
-    lines.append("")
     if found:
         least = min(own["least"] for own in found.values())
         long_tail = all(own["mean"] > 0.5 for own in found.values())

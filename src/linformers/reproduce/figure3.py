@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import plots
+from ..markdown import table
 from .jobs import Job
 from .matrix import Place, corpus, pretraining
 
@@ -132,7 +133,6 @@ def page(record: Mapping[str, Any]) -> list[str]:
     lines = ["Validation perplexity after the last step, for each panel of the figure:", ""]
     for name, panel in record["panels"].items():
         values, labels = ends(record, name), list(panel["curves"])
-        lines += [f"**3{name}, {panel['title']}**", "", "| " + " | ".join(labels) + " |", "|" + "---|" * len(labels)]
         cells = [f"{values[label]:.1f}" if label in values else "missing" for label in labels]
-        lines += ["| " + " | ".join(cells) + " |", ""]
+        lines += [f"**3{name}, {panel['title']}**", "", *table(labels, [cells])]
     return [*lines, *(f"- {line}" for line in claims(record)), ""]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
+from ..markdown import table
 from ..training.finetune import Settings
 from ..training.tokenizer import train_tokenizer
 from .jobs import Job
@@ -84,8 +85,10 @@ def collect(place: Place) -> dict[str, Any]:
 
 
 def page(record: Mapping[str, Any]) -> list[str]:
-    lines = ["| model | accuracy | published |", "|---|---|---|"]
-    for name, accuracy in record["rows"].items():
-        own = "missing" if accuracy is None else f"{100 * accuracy[0]:.1f}"
-        lines.append(f"| {name} | {own} | {PUBLISHED.get(name, '–')} |")
-    return [*lines, "", "Published: Tay et al. (2021), whose best efficient model has 65.9.", ""]
+    """Our accuracies beside the published ones."""
+    rows = [
+        (name, "missing" if own is None else f"{100 * own[0]:.1f}", str(PUBLISHED.get(name, "–")))
+        for name, own in record["rows"].items()
+    ]
+    published = "Published: Tay et al. (2021), whose best efficient model has 65.9."
+    return [*table(("model", "accuracy", "published"), rows), published, ""]

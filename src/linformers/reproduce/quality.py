@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from .. import plots
+from ..markdown import table
 from .jobs import Job
 from .matrix import Place, corpus, pretraining
 
@@ -149,12 +150,11 @@ def page(record: Mapping[str, Any]) -> list[str]:
             "Pure Linformer, k = 128, layerwise: the rate s of E, its initial values, those of the positions:",
             "",
         ]
-        lines += ["| s | " + " | ".join(f"{init}, {positions}" for init, positions in columns) + " |"]
-        lines += ["|" + "---|" * (len(columns) + 1)]
+        rows = []
         for scale in SCALES:
             values = [by_place[scale, *column] for column in columns]
-            lines.append(f"| {scale:g} | " + " | ".join("missing" if v is None else f"{v:.1f}" for v in values) + " |")
-        lines.append("")
+            rows.append((f"{scale:g}", *("missing" if value is None else f"{value:.1f}" for value in values)))
+        lines += table(("s", *map(", ".join, columns)), rows)
     if any(record["longer"].values()):
         lines += [f"After {LONG:,} steps:", "", *_table(record["longer"])]
     return lines
@@ -162,14 +162,14 @@ def page(record: Mapping[str, Any]) -> list[str]:
 
 def _table(variants: Mapping[str, Any]) -> list[str]:
     twin = variants[TWIN]
-    lines = ["| model | seeds | perplexity | of the twin's | time of a step, of the twin's |", "|---|---|---|---|---|"]
+    rows = []
     for name, own in sorted(variants.items(), key=lambda item: item[1]["mean"] if item[1] else float("inf")):
         if own is None:
-            lines.append(f"| {name} | 0 | missing | | |")
+            rows.append((name, "0", "missing", "", ""))
             continue
         ratio = f"{own['mean'] / twin['mean']:.2f}" if twin else "–"
         timed = twin and twin["seconds_per_step"] and own["seconds_per_step"]
         time = f"{own['seconds_per_step'] / twin['seconds_per_step']:.2f}" if timed else "–"
         spread = f" ± {own['std']:.1f}" if own["seeds"] > 1 else ""
-        lines.append(f"| {name} | {own['seeds']} | {own['mean']:.1f}{spread} | {ratio} | {time} |")
-    return [*lines, ""]
+        rows.append((name, str(own["seeds"]), f"{own['mean']:.1f}{spread}", ratio, time))
+    return table(("model", "seeds", "perplexity", "of the twin's", "time of a step, of the twin's"), rows)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ..markdown import table
 from ..training import sources
 from ..training.finetune import Settings
 from . import quality
@@ -97,15 +98,14 @@ def collect(place: Place) -> dict[str, Any]:
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """What each variant finds."""
-    lines = [
+    rows = [
+        (name, "missing" if own is None else f"{100 * own[0]:.1f} ± {100 * own[1]:.1f}")
+        for name, own in record["rows"].items()
+    ]
+    return [
         f"“The secret word is tiger.” stands {Sizes().nearest} to {Sizes().furthest} words behind the start of real "
         f"text, and a classifier at the first token names the word, one of {len(SECRETS)}. A window alone reaches w "
         "tokens further in each of 8 layers.",
         "",
-        "| model | accuracy |",
-        "|---|---|",
+        *table(("model", "accuracy"), rows),
     ]
-    for name, accuracy in record["rows"].items():
-        own = "missing" if accuracy is None else f"{100 * accuracy[0]:.1f} ± {100 * accuracy[1]:.1f}"
-        lines.append(f"| {name} | {own} |")
-    return [*lines, ""]

@@ -16,6 +16,7 @@ from torch.nn import functional
 from .. import plots
 from ..benchmark.measure import OutOfMemoryError, Run, best_device, interleaved, memory_errors, release
 from ..layer import LinformerAttention
+from ..markdown import table
 from ..provenance import commit, environment
 from .jobs import origin
 from .matrix import Place
@@ -173,17 +174,24 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 def page(record: Mapping[str, Any]) -> list[str]:
     """The table, with the exponent of n that was measured."""
     lengths = record["lengths"]
-    lines = [
-        f"One layer of {record['hidden']} channels, one sequence in a pass; the exponent of n is fitted to the "
-        f"{FITTED} longest of n = {', '.join(map(str, lengths))}.",
-        "",
-        "| architecture | time, in theory | exponent, in theory | exponent, measured | longest chain | ms at the end |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = (
+        "architecture",
+        "time, in theory",
+        "exponent, in theory",
+        "exponent, measured",
+        "longest chain",
+        "last ms",
+    )
+    rows = []
     for name, (time, theory, chain) in THEORY.items():
         values = record["seconds"][name]
         own = exponent(lengths, values)
         measured = "–" if own is None else f"{own:.2f}"
         last = "out of memory" if values[-1] is None else f"{1000 * values[-1]:.2f}"
-        lines.append(f"| {name} | O({time}) | {theory:g} | {measured} | O({chain}) | {last} |")
-    return [*lines, ""]
+        rows.append((name, f"O({time})", f"{theory:g}", measured, f"O({chain})", last))
+    return [
+        f"One layer of {record['hidden']} channels, one sequence in a pass; the exponent of n is fitted to the "
+        f"{FITTED} longest of n = {', '.join(map(str, lengths))}, and the last column is of the longest.",
+        "",
+        *table(header, rows),
+    ]

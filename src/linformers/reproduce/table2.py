@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ..markdown import table
 from ..training.finetune import Settings
 from . import figure3
 from .jobs import Job
@@ -116,8 +117,7 @@ def claims(record: Mapping[str, Any]) -> list[str]:
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """The table: ours, mean ± deviation over seeds, and the paper's."""
-    lines = ["Accuracy in percent: ours, mean ± deviation over three seeds, and (the paper's).", ""]
-    lines += ["| n | model | SST-2 | IMDB | QNLI | QQP | average |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for row in record["rows"]:
         paper = row["paper"] or (None,) * len(TASKS)
         cells = []
@@ -128,6 +128,12 @@ def page(record: Mapping[str, Any]) -> list[str]:
         mean = average(row)
         published = "" if row["paper"] is None else f" ({statistics.mean(row['paper']):.2f})"
         cells.append(("–" if mean is None else f"{mean:.2f}") + published)
-        lines.append(f"| {row['n']} | {row['model']} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {task}: {note}." for task, note in record["notes"].items())]
-    return [*lines, *(f"- {line}" for line in claims(record)), ""]
+        rows.append((str(row["n"]), row["model"], *cells))
+    return [
+        "Accuracy in percent: ours, mean ± deviation over three seeds, and (the paper's).",
+        "",
+        *table(("n", "model", "SST-2", "IMDB", "QNLI", "QQP", "average"), rows),
+        *(f"- {task}: {note}." for task, note in record["notes"].items()),
+        *(f"- {line}" for line in claims(record)),
+        "",
+    ]

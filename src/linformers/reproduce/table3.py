@@ -13,6 +13,7 @@ from .. import plots
 from ..benchmark import report
 from ..benchmark.efficiency import FUSED, UNFUSED, Cell, curves, mebibytes, milliseconds
 from ..benchmark.measure import best_device
+from ..markdown import table
 from .jobs import origin
 from .matrix import Place
 
@@ -128,14 +129,14 @@ def page(record: Mapping[str, Any]) -> list[str]:
     for measure in PAPER:
         ours = savings(record["cells"], measure)
         lines += [f"**{measure.capitalize()} saved in inference against unfused attention: ours (the paper's)**", ""]
-        lines += ["| n | " + " | ".join(f"k={k}" for k in PROJECTED) + " |", "|" + "---|" * (len(PROJECTED) + 1)]
+        rows = []
         for n, row in PAPER[measure].items():
             cells = [
                 f"{f'{ours[n, k]:.1f}×' if (n, k) in ours else 'none'} ({paper}×)"
                 for k, paper in zip(PROJECTED, row, strict=False)
             ]
-            lines.append(f"| {n} | " + " | ".join([*cells, *["–"] * (len(PROJECTED) - len(cells))]) + " |")
-        lines.append("")
+            rows.append((str(n), *cells, *["–"] * (len(PROJECTED) - len(cells))))
+        lines += table(("n", *(f"k={k}" for k in PROJECTED)), rows)
     lines += [f"- {verdict(savings(record['cells'], measure), measure)}" for measure in PAPER]
     fused = {cell["n"]: cell["seconds"] for cell in record["cells"] if cell["model"] == FUSED}
     unfused = {cell["n"]: cell["seconds"] for cell in record["cells"] if cell["model"] == UNFUSED}
