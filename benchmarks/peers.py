@@ -158,7 +158,8 @@ def measure(
         except Exception as error:  # what another package raises is its own affair, and an entry
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         release()
-    seconds = interleaved(runs)
+    seconds = interleaved(runs, may_run_out=True)
+    failures |= {name: "out of memory" for name in runs if name not in seconds}
     return [
         {
             "model": name,
@@ -170,7 +171,7 @@ def measure(
             "peak_bytes": peaks.get(name),
             "failure": failures.get(name),
         }
-        for name in (*runs, *failures)
+        for name in {**runs, **failures}
     ]
 
 

@@ -59,7 +59,7 @@ def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
 def test_what_was_measured_before_a_crash_is_there(monkeypatch, tmp_path):
     interleaved = efficiency.interleaved
     calls = iter([interleaved, interleaved, lambda runs: 1 / 0])
-    monkeypatch.setattr(efficiency, "interleaved", lambda runs: next(calls)(runs))
+    monkeypatch.setattr(efficiency, "interleaved", lambda runs, **options: next(calls)(runs))
     arguments = ["--lengths", "64", "--projected", "16", "--tokens", "64", "--layers", "1", "--hidden", "64"]
     arguments += ["--models", "linformer", "--task", "inference,training,inference", "--out", str(tmp_path)]
     assert isinstance(CliRunner().invoke(app, ["bench", *arguments]).exception, ZeroDivisionError)
@@ -219,6 +219,10 @@ def test_peers(task, monkeypatch):
     cells = {cell["model"]: cell for cell in peers.measure(128, 16, 256, task, sizes, [])}
     assert {"linformers", "ModernBERT", "Longformer", "BigBird", "Nyströmformer"} <= cells.keys()
     assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 for cell in cells.values())
+    monkeypatch.setattr(peers, "interleaved", lambda runs, may_run_out: {"linformers": 1.0})  # the others ran out
+    ran_out = peers.measure(128, 16, 256, task, sizes, [])
+    assert {c["failure"] for c in ran_out if c["model"] != "linformers"} == {"out of memory"}
+    assert len(peers.table_of(ran_out).rows) == len(ran_out) == len(cells)
     monkeypatch.setattr(peers.Embedded, "__init__", lambda self, model: 1 / 0)
     failed = peers.measure(128, 16, 256, task, sizes, [])
     assert [cell["failure"] for cell in failed if cell["model"] == "BigBird"] == ["ZeroDivisionError: division by zero"]
@@ -317,7 +321,10 @@ def test_what_finds_no_memory_while_it_is_timed_is_left_out():
         if len(calls) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert interleaved({"large": large, "small": lambda: None}, min_seconds=0.01).keys() == {"small"}
+    runs = {"large": large, "small": lambda: None}
+    assert interleaved(runs, min_seconds=0.01, may_run_out=True).keys() == {"small"}
+    with pytest.raises(measure.OutOfMemoryError, match="CUDA out of memory"):
+        interleaved(runs, min_seconds=0.01)
 
 
 @pytest.mark.parametrize("step", [1, 7, 50])

@@ -211,7 +211,7 @@ def _measure(
             pass
         # Nothing refers to an error's tensors any more; and memory that was free is not to be cut up by later models.
         release()
-    seconds = interleaved(runs)
+    seconds = interleaved(runs, may_run_out=True)
     for contender in models:
         name = contender.name
         floors = energy = most = None

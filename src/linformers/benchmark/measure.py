@@ -61,13 +61,18 @@ def pass_of(model: nn.Module, forward: Callable[[], Tensor], task: str) -> Run:
 
 
 def interleaved(
-    runs: Mapping[Name, Run], min_seconds: float = 0.3, rounds: int = 3, queued: float = 0.15
+    runs: Mapping[Name, Run],
+    min_seconds: float = 0.3,
+    rounds: int = 3,
+    queued: float = 0.15,
+    *,
+    may_run_out: bool = False,
 ) -> dict[Name, float]:
     """Median seconds of each of several functions, timed in turn so that a slow moment hits all of them alike.
 
     On a GPU a few runs, of `queued` seconds in all, are queued behind each other, as in any loop over batches: what the
     CPU does meanwhile is part of the time only where the GPU waits for it. A function that finds too little memory
-    beside the others is left out.
+    beside the others is an error or, where it `may_run_out` of memory, left out.
     """
     counts: dict[Name, int] = {}
     times: dict[Name, list[float]] = {name: [] for name in runs}
@@ -81,6 +86,8 @@ def interleaved(
                         counts[name] = _runs_at_once(runs[name], queued)
                     times[name].append(_seconds(runs[name], counts[name]))
             except OutOfMemoryError:
+                if not may_run_out:
+                    raise
                 del times[name]
     return {name: statistics.median(values) for name, values in times.items()}
 

@@ -17,6 +17,7 @@ from .jobs import origin
 from .matrix import Place
 
 # Encoders by the name of their row: a folder under models/ of the data where there is one, otherwise the hub's name.
+# What the paper shows is RoBERTa's.
 MODELS = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",
     "mpnet": "sentence-transformers/all-mpnet-base-v2",
@@ -24,8 +25,6 @@ MODELS = {
     "roberta-large": "FacebookAI/roberta-large",
 }
 TEXTS = {"wikitext": "wikitext103_valtest", "imdb": "imdb/test.parquet"}
-# What the paper shows is RoBERTa's; these are measured where the hub can be reached.
-FROM_THE_HUB = ("roberta-base", "roberta-large")
 SENTENCES, AT = 1000, 128
 
 

@@ -151,7 +151,7 @@ def _seconds(n: int, device: str, dtype: torch.dtype) -> dict[str, float]:
         except OutOfMemoryError:
             pass
         release()
-    return interleaved(runs)
+    return interleaved(runs, may_run_out=True)
 
 
 def exponent(lengths: Sequence[int], seconds: Sequence[float | None]) -> float | None:
