@@ -165,7 +165,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     where = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), **environment()}
     (options.out / "attention.json").write_text(json.dumps({**where, "cells": cells}, indent=1) + "\n")
-    (options.out / "attention.md").write_text(markdown(tables, lines, where), encoding="utf-8")
+    (options.out / "attention.md").write_text(markdown(tables, lines, where, "Attention"), encoding="utf-8")
     console.print(f"Written to {options.out}", markup=False)
 
 

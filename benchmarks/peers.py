@@ -231,7 +231,7 @@ def main() -> None:
             console.print(tables[-1])
             cells += measured
             (options.out / "peers.json").write_text(json.dumps({**record, "cells": cells}, indent=1) + "\n")
-            (options.out / "peers.md").write_text(markdown(tables, [], record), encoding="utf-8")
+            (options.out / "peers.md").write_text(markdown(tables, [], record, "Peers"), encoding="utf-8")
     console.print(f"Written to {options.out}", markup=False)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.table import Table
 from typer.testing import CliRunner
 
 from linformers import LinformerConfig, provenance
@@ -13,6 +14,7 @@ from linformers.benchmark import efficiency, floor, measure, report
 from linformers.benchmark.efficiency import FUSED, ROBERTA, UNFUSED, Cell, Contender
 from linformers.benchmark.measure import interleaved, peak_memory
 from linformers.cli import app
+from linformers.markdown import shown_table
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 256}
 
@@ -341,3 +343,9 @@ def test_joules_are_counted_from_step_to_step_of_the_counter(step):
 
 def test_a_counter_of_joules_that_stands_still():
     assert measure.joules_by(lambda: 5, lambda: time.sleep(0.001), 0.001, 0.02) is None
+
+
+def test_a_bar_in_a_cell_does_not_end_it():
+    shown = Table("norm", "error")
+    shown.add_row("|x|", "0.5")
+    assert shown_table(shown) == ["| norm | error |", "|---|---|", "| \\|x\\| | 0.5 |", ""]

@@ -1,6 +1,7 @@
 """The spectrum of P: exact, streaming, resumable, and of any encoder."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from linformers.cli import app
 from .conftest import tokenizer
 
 N = 24
+KEPT = sorted(Path(__file__).parents[2].glob("results/spectrum/*/spectrum.json"))
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 50, 50), (40, 30), (30, 40), (300, 300)])
@@ -103,8 +105,28 @@ def test_command(folder, text, tmp_path):
     assert record["sentences"] == 6
     assert np.array(record["cumulative"]).shape == (3, 2, N)
     assert f"{np.array(record['cumulative'])[:, :, 7].mean():.3f} of their sum" in (out / "spectrum.md").read_text()
+    for name in ("cumulative", "cumulative_std", "energy"):
+        assert np.array(record[f"{name}_at"]).shape == (3, 2)
+        assert np.array(record[f"{name}_by_layer"]).shape == (3, N)
+        np.testing.assert_allclose(
+            np.mean(record[f"{name}_at"], 1), np.array(record[f"{name}_by_layer"])[:, 7], atol=1e-6
+        )
     for suffix in ("png", "svg"):
         assert (out / f"spectrum.{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("path", KEPT, ids=[path.parent.name for path in KEPT])
+def test_what_is_kept_is_small_and_gives_the_page(path):
+    record = json.loads(path.read_text())
+    assert path.stat().st_size < 10 * np.size(record["cumulative"])
+    page = path.with_suffix(".md").read_text()
+    for layer, (means, stds) in enumerate(zip(record["cumulative_at"], record["cumulative_std_at"], strict=True), 1):
+        cells = (f"{mean:.3f} ± {std:.3f}" for mean, std in zip(means, stds, strict=True))
+        assert f"| {layer} | {' | '.join(cells)} |" in page
+    assert f"of their squares they hold {np.mean(record['energy_at']):.3f}" in page
+    np.testing.assert_allclose(
+        np.array(record["cumulative"])[:, :, record["at"] - 1], record["cumulative_at"], atol=5.1e-5
+    )
 
 
 def test_claims_are_put_into_words():

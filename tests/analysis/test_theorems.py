@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from linformers.analysis import existence, linear_attention, qkv, theorem_page, theorem_report, theorems
 from linformers.analysis.linear_attention import Construction, proved_k, stated_k, theorem_2
 from linformers.analysis.qkv import Head, generator, random_head
+from linformers.analysis.theorem_tables import SOFTMAX, pick
 from linformers.analysis.theorems import RandomLowRank, theorem_1, theorem_1_k, wilson
 from linformers.cli import app
 
@@ -330,6 +331,16 @@ def test_a_short_text_is_not_repeated(folder, tmp_path):
         qkv.read_passages(folder, tmp_path / "nothing.txt", 8)
 
 
+def test_no_file_behind_the_passages_is_opened(folder, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text(" ".join(WORDS[i % 37] for i in range(500)))
+    (texts / "b.txt.gz").write_bytes(b"no archive")
+    assert qkv.read_passages(folder, texts, 8).longest == 8
+    with pytest.raises(ValueError, match=r"b\.txt\.gz is damaged"):
+        qkv.read_passages(folder, texts, 400)
+
+
 ARGUMENTS = ["theorems", "--quick", "--lengths", "16,32", "--dims", "4", "--draws", "12"]
 
 
@@ -346,7 +357,8 @@ def test_command(folder, text, tmp_path):
         assert record["k"] == min(record["demanded"], record["n"]) or record["statement"].startswith("JL")
     assert (tmp_path / "out" / "theorems.png").stat().st_size > 10_000
     page = (tmp_path / "out" / "theorems.md").read_text()
-    for part in ("## What was found", "## Where the proofs break", "## What holds", "### The lemma", "(median)"):
+    assert "## What was found\n\nNeither construction " in page
+    for part in ("## Where the proofs break", "## What holds", "### The lemma", "(median)"):
         assert part in page
 
 
@@ -379,3 +391,23 @@ def test_a_verdict_can_go_either_way():
     assert theorem_page.verdict([by_norm["|Pw|"]]).startswith("fails: the rate of failure is above the bound in 1 of")
     assert theorem_page.verdict([by_norm["|u||w|"]]).startswith("holds")
     assert theorem_page.verdict([replace(by_norm["|Pw|"], bound=1.0)]).startswith("cannot be judged")
+
+
+def test_a_conclusion_can_go_either_way():
+    own = head(32, 4)
+    fits = existence.existence(own, head(32, 4, 1), [4, 8], [0.1], generator(13), steps=2)
+    one = next(each for each in theorem_1(own, [0.5], 20, generator(14)) if each.norm == "|Pw|")
+    two = pick(linear_attention.theorem_2(own, [0.5], 20, generator(15)), SOFTMAX, "|s||V|", delta=1 / 32)[0]
+    first, second = ([replace(each, bound=0.5, failures=count) for count in (0, 20)] for each in (one, two))
+
+    def said(*records):
+        return theorem_page.conclusion(records, fits)
+
+    assert said(first[0], second[0]).startswith("Neither construction was seen to miss what its theorem states")
+    assert said(first[1], second[0]).startswith("The construction of Theorem 1 does not give")
+    assert said(first[0], second[1]).startswith("The construction of Theorem 2 does not give")
+    assert said(*first, second[1]).startswith("Neither construction gives what its theorem states")
+    assert "in 1 of 2 settings of Theorem 1 (P RᵀR, relative to |Pw|) and in 1 of 1 of Theorem 2" in said(
+        *first, second[1]
+    )
+    assert f"an error of {fits[1].fitted:.3g} |PV| at k = 8" in said(*first, *second)

@@ -62,7 +62,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Spe
     lines = sentences(spectrum, settings.at)
     for line in lines:
         console.print(line, highlight=False)
-    (out / "spectrum.json").write_text(json.dumps({**where, **as_record(spectrum, settings.at)}) + "\n")
+    record = {**where, **as_record(spectrum, settings.at)}
+    (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     (out / "spectrum.md").write_text(page(spectrum, settings.at, where, lines), encoding="utf-8")
     for suffix in ("png", "svg"):
         plots.spectrum(spectrum.cumulative, spectrum.cumulative_std, settings.at, out / f"spectrum.{suffix}")
@@ -159,7 +160,12 @@ def page(spectrum: Spectrum, at: int, where: dict[str, Any], lines: Sequence[str
 
 
 def as_record(spectrum: Spectrum, at: int) -> dict[str, Any]:
-    """The curves of each layer and head, to four digits."""
-    names = ("cumulative", "cumulative_std", "energy")
-    curves = {name: np.round(getattr(spectrum, name), 4).tolist() for name in names}
-    return {"sentences": spectrum.sentences, "at": at, **curves}
+    """What the figure and the page can be made of again, and the curve of each head to four digits.
+
+    `…_at` are the values of each head at `at`, (layers, heads); `…_by_layer` means over heads, (layers, n).
+    """
+    series = {name: getattr(spectrum, name) for name in ("cumulative", "cumulative_std", "energy")}
+    values = {f"{name}_at": own[:, :, at - 1].tolist() for name, own in series.items()}
+    curves = {f"{name}_by_layer": np.round(own.mean(1), 6).tolist() for name, own in series.items()}
+    shares = np.round(spectrum.cumulative, 4).tolist()
+    return {"sentences": spectrum.sentences, "at": at, **values, **curves, "cumulative": shares}

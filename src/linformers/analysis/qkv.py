@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +156,10 @@ class Passages:
 def read_passages(folder: Path, text: Path, length: int) -> Passages:
     """Load an encoder and cut two passages of up to `length` tokens from the start of a text, file or folder."""
     start = ""
-    for path in sources.find_files([text]):
-        for document in sources.documents(path):
-            start += document if not start else "\n" + document
-            if len(start) >= 100 * length:
-                break
+    for document in chain.from_iterable(map(sources.documents, sources.find_files([text]))):
+        start += document if not start else "\n" + document
+        if len(start) >= 100 * length:  # files behind are not opened
+            break
     model, tokenizer = load_encoder(str(folder))
     ids = torch.tensor(tokenizer(start[: 100 * length], add_special_tokens=False, verbose=False)["input_ids"])
     n = min(length, longest(model, tokenizer), len(ids) // 2)

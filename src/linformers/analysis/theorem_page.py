@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..markdown import table
+from ..markdown import shown_table
 from .existence import Fit
 from .proof_notes import GAPS, HOLDS
 from .theorem_tables import EXP, KEPT, SOFTMAX, is_real, number, percent, pick, rate, span, tables
@@ -18,15 +18,49 @@ def sentences(records: Sequence[Record], fits: Sequence[Fit], proof: Sequence[Ma
     return [*_lemma(records), *_theorem_1(records), *_theorem_2(records), *_steps(proof), *_existence(fits)]
 
 
+def conclusion(records: Sequence[Record], fits: Sequence[Fit]) -> str:
+    """What it comes to, before the details: both theorems in the norms that they state, and the fits."""
+    first, second = (_broken(own) for own in (pick(records, "Theorem 1", "|Pw|"), _at_limit(records, SOFTMAX)))
+    failing = [name for name, (broken, _) in (("Theorem 1", first), ("Theorem 2", second)) if broken]
+    lead = (
+        "Neither construction was seen to miss what its theorem states",
+        f"The construction of {' and '.join(failing)} does not give what the theorem states",
+        "Neither construction gives what its theorem states",
+    )[len(failing)]
+    k = max(fit.k for fit in fits)
+    widest = [fit for fit in fits if fit.k == k]
+    own, elsewhere = (_range([getattr(fit, name) for fit in widest]) for name in ("fitted", "fitted_elsewhere"))
+    return (
+        f"{lead}: where the bound on the rate of failure is below 100%, the rate is above it in {first[0]} of "
+        f"{first[1]} settings of Theorem 1 (P RᵀR, relative to |Pw|) and in {second[0]} of {second[1]} of Theorem 2 "
+        f"(E and F of its proof, relative to |s||V|). E and F that are fitted to one input have an error of {own} |PV| "
+        f"at k = {k}, and of {elsewhere} on another."
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(number(value) for value in (min(values), max(values))))
+
+
 def verdict(records: Sequence[Record]) -> str:
     """In how many settings the rate of failure is above the bound."""
-    telling = [each for each in records if each.bound < 1]
-    broken = [each for each in telling if each.contradicted]
+    broken, telling = _broken(records)
     if not telling:
         return f"cannot be judged: in all {len(records)} settings the bound on the rate of failure is 100%"
     word = "fails" if broken else "holds"
-    above = f"the rate of failure is above the bound in {len(broken)} of the {len(telling)} settings"
+    above = f"the rate of failure is above the bound in {broken} of the {telling} settings"
     return f"{word}: {above} with a bound below 100%"
+
+
+def _broken(records: Sequence[Record]) -> tuple[int, int]:
+    """How many settings contradict their bound, of how many with one below 100%."""
+    telling = [each for each in records if each.bound < 1]
+    return sum(each.contradicted for each in telling), len(telling)
+
+
+def _at_limit(records: Sequence[Record], form: str) -> list[Record]:
+    """Theorem 2 at δ = 1/n in the norm that it states."""
+    return [each for each in pick(records, form, "|s||V|") if each.delta == 1 / each.n]
 
 
 def _lemma(records: Sequence[Record]) -> list[str]:
@@ -85,7 +119,7 @@ def _theorem_2(records: Sequence[Record]) -> list[str]:
         f"d^(9d/5), {meet}."
     )
     for form, name in ((SOFTMAX, "Theorem 2, the softmax form,"), (EXP, "Its exponential form")):
-        limit = [each for each in pick(records, form, "|s||V|") if each.delta == 1 / each.n]
+        limit = _at_limit(records, form)
         relative = pick(records, form, "|sV|")
         settings = {(each.inputs, each.n, each.d, each.epsilon): each for each in limit}.values()
         zeros = [each for each in settings if each.zero_rate == 0]
@@ -95,7 +129,7 @@ def _theorem_2(records: Sequence[Record]) -> list[str]:
             f"{len(settings)} settings. Relative to |sV|, over all δ, it {verdict(relative)}; zeros are nearer in the "
             f"median in {len(worse)} of {len(relative)}."
         )
-    limit = [each for each in pick(records, "Theorem 2", "|s||V|") if each.delta == 1 / each.n and each.bound < 1]
+    limit = [each for each in _at_limit(records, "Theorem 2") if each.bound < 1]
     if hard := [each for each in limit if each.zero_rate > 0.5]:
         lines.append(
             f"In the {len(hard)} settings of both forms in which zeros miss ε|s||V| in most draws and the bound is "
@@ -110,7 +144,7 @@ def _theorem_2(records: Sequence[Record]) -> list[str]:
             f"n = {at.n:,}, ε = {at.epsilon:g}, k = {at.k:,} it fails in {rate(at)} of draws, with a median error of "
             f"{number(at.error)}, where zeros have {number(at.zero)}."
         )
-    searched = [each for each in pick(records, f"{EXP}, proof", "|s||V|") if each.delta == 1 / each.n]
+    searched = _at_limit(records, f"{EXP}, proof")
     single, never = (sum(each.smallest == k for each in searched) for k in (1, None))
     lines.append(
         f"In practice the exponential form meets ε|s||V| with k = 1 in {single} of {len(searched)} settings, and with "
@@ -175,7 +209,8 @@ def page(
 ) -> str:
     """All of it as markdown, with where the numbers come from."""
     lines = ["# The theorems, tested", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
-    lines += ["## What was found", "", *(f"- {line}" for line in [*sentences(records, fits, proof), *limits]), ""]
+    lines += ["## What was found", "", conclusion(records, fits), ""]
+    lines += [*(f"- {line}" for line in [*sentences(records, fits, proof), *limits]), ""]
     lines += ["![errors against n, δ and k](theorems.png)", ""]
     lines += ["## Where the proofs break", "", *(f"{i}. {gap}" for i, gap in enumerate(GAPS, 1)), ""]
     lines += ["## What holds", "", *(f"{i}. {each}" for i, each in enumerate(HOLDS, 1)), ""]
@@ -191,7 +226,5 @@ def page(
         "",
     ]
     for shown in tables(records, fits, proof):
-        columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
-        header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in zip(*columns, strict=True))
-        lines += [f"### {shown.title}", "", *table(header, rows)]
+        lines += [f"### {shown.title}", "", *shown_table(shown)]
     return "\n".join(lines)

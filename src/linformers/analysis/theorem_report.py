@@ -128,6 +128,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Fin
         plots.theorems(theorem_tables.panels(findings.records, findings.fits), out / f"theorems.{suffix}")
     for table in theorem_tables.tables(findings.records, findings.fits, findings.proof):
         console.print(table)
+    console.print(theorem_page.conclusion(findings.records, findings.fits), highlight=False, markup=False)
     for line in theorem_page.sentences(findings.records, findings.fits, findings.proof) + findings.limits:
         console.print(f"- {line}", highlight=False, markup=False)
     page = theorem_page.page(findings.records, findings.fits, findings.proof, findings.limits, where)

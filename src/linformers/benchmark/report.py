@@ -15,7 +15,7 @@ from rich.table import Table
 from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
 from ..config import FIXED_LENGTHS, PROJECTIONS, SHARINGS, check_window
-from ..markdown import table
+from ..markdown import shown_table
 from ..progress import progress
 from ..provenance import commit, environment
 from .efficiency import (
@@ -312,7 +312,5 @@ def markdown(
     """The tables and sentences as a page, with where the numbers come from."""
     lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
     for shown in tables:
-        columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
-        header, *rows = zip(*columns, strict=True)
-        lines += [f"## {shown.title}", "", *table(header, rows)]
+        lines += [f"## {shown.title}", "", *shown_table(shown)]
     return "\n".join([*lines, *sentences, ""])

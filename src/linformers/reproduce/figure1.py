@@ -76,7 +76,7 @@ def summary(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
-    shares = np.array(record["cumulative"])[:, :, record["at"] - 1]  # (layers, heads)
+    shares = np.array(record["cumulative_at"])  # (layers, heads)
     return {
         "n": record["n"],
         "at": record["at"],
