@@ -1,12 +1,14 @@
 """The mathematics, in float64: the layer against its definition, against standard attention, and its gradients."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from linformers import LinformerAttention, LinformerForMaskedLM, LinformerModel
+from linformers import LinformerAttention, LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
 from linformers.maps import MeanMap
 from linformers.ops.ranks import Ranks, zero_padding
 from linformers.ops.reference import attend
@@ -283,11 +285,50 @@ def test_smaller_projected_length_of_some_heads_or_layers_costs_less(projection)
     assert all_small < some_heads < all_large
 
 
-@pytest.mark.parametrize("position_init", ["sinusoidal", "normal"])
+@pytest.mark.parametrize("position_init", ["waves", "sinusoidal", "normal"])
 def test_positions_start_as_waves_or_as_noise(position_init):
     model = LinformerModel(modes.config(position_init=position_init, hidden_size=64, max_position_embeddings=256))
     positions = model.embeddings.position_embeddings.weight.detach()
     assert positions.square().mean().sqrt() == pytest.approx(model.config.initializer_range, rel=0.05)
     # Neighbours are alike as waves, and are not as noise.
     alike = torch.cosine_similarity(positions[1:], positions[:-1]).mean()
-    assert (alike > 0.9) == (position_init == "sinusoidal")
+    assert (alike > 0.9) == (position_init != "normal")
+    # The longest wave turns by 1 over n tokens, or by n/10000.
+    if position_init != "normal":
+        slowest = torch.atan2(positions[:, -2], positions[:, -1])
+        assert slowest[-1] == pytest.approx(255 / (256 if position_init == "waves" else 10000) ** (62 / 64), rel=1e-3)
+
+
+@pytest.mark.parametrize(("score", "times"), [(None, 1), (2.0, 1.4), (6.5, 3.7)])
+def test_queries_and_keys_start_alike(score, times):
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "norm_first": True, "projection": "identity"}
+    model = LinformerModel(modes.config(initial_self_score=score, **fields, max_position_embeddings=256))
+    model.set_attn_implementation("eager")
+    for layer in model.layers:
+        query, key = layer.attention.query.weight, layer.attention.key.weight
+        assert torch.equal(query, key) == (score is not None)
+        if score is None:
+            assert query.std().item() == pytest.approx(model.config.initializer_range, rel=0.05)
+            continue
+        tokens = torch.nn.functional.layer_norm(torch.randn(100, 256), (256,))
+        scores = (tokens @ query.T).square().sum(-1) / 4 / math.sqrt(64)
+        assert scores.mean().item() == pytest.approx(score, rel=0.1)
+    # So attention starts near its own position.
+    probs = model(torch.randint(2, 31, (1, 256)), output_attentions=True).attentions[0][0].mean(0)
+    distance = (torch.arange(256)[:, None] - torch.arange(256)).abs()
+    near, evenly = ((own * (distance <= 8)).sum(-1).mean().item() for own in (probs, torch.full_like(probs, 1 / 256)))
+    assert near / evenly == pytest.approx(times, rel=0.2)
+
+
+def test_what_is_loaded_is_not_started_anew(tmp_path):
+    model = LinformerForMaskedLM(modes.config())
+    with torch.no_grad():
+        model.linformer.layers[0].attention.key.weight.add_(1)
+    model.save_pretrained(tmp_path)
+    loaded = LinformerForMaskedLM.from_pretrained(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+    # A head that is new gets its own first values, and the rest stays.
+    classifier = LinformerForSequenceClassification.from_pretrained(tmp_path)
+    before, after = (own.linformer.layers[0].attention.key.weight for own in (model, classifier))
+    assert torch.equal(before, after)

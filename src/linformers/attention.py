@@ -44,7 +44,7 @@ class ProjectedAttention(nn.Module):
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         layer_idx: the number of the layer in its model, if it has one.
         local_window: w, or 0 for none.
-        far_weight: what all projected keys together weigh beside exact ones of equal scores; `None`: k.
+        far_weight: what all projected keys together weigh beside exact ones of equal scores.
     """
 
     is_causal = False  # transformers' attention functions read it
@@ -58,7 +58,7 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         layer_idx: int | None = None,
         local_window: int = 0,
-        far_weight: float | None = None,
+        far_weight: float = 1.0,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -207,7 +207,7 @@ class ProjectedAttention(nn.Module):
             return attend_all(query, key, value, mask)
         inputs = (query, key, value, near_key, near_value)
         k = group.projected_length
-        shift = math.log(self.far_weight / k) if self.far_weight is not None and k else 0.0
+        shift = math.log(self.far_weight / k) if k else 0.0
         options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths, "shift": shift}
         if name == TRITON:
             if use_triton(query, key, mask, local=True):

@@ -16,7 +16,7 @@ from .checks import check_choice, check_positive, check_probability, check_size,
 PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTION_INITS = ("window", "stride", "gaussian")
-POSITION_INITS = ("sinusoidal", "normal")
+POSITION_INITS = ("waves", "sinusoidal", "normal")
 
 # Projections whose windows have the fixed size n/k, which must therefore be whole.
 WINDOWED = ("mean", "max", "conv")
@@ -92,13 +92,17 @@ class LinformerConfig(PreTrainedConfig):
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
             or one per layer; 0 is the paper's model.
         far_weight: with a local window, what all k projected keys together weigh in the softmax, counted in exact keys
-            of equal scores: log(far_weight / k) is added to their scores. `None`: each weighs as much as an exact one.
+            of equal scores: log(far_weight / k) is added to their scores.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"stride"` with one token of
             each window as it is (another one in the next layer and, where heads have their own E, in the next head),
             `"gaussian"` as $N(0, 1/n)$.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
             becomes $0.12\,k/n$, with the largest k.
-        position_init: learned positions start as `"sinusoidal"` waves, or as `"normal"` noise, as RoBERTa's do.
+        position_init: learned positions start as sines and cosines, whose wavelengths reach 2πn tokens under `"waves"`
+            and 20,000π under `"sinusoidal"`, as in Vaswani et al. (2017), or as `"normal"` noise, as RoBERTa's do.
+        initial_self_score: queries and keys start alike, at a scale at which a token's score with itself is about this:
+            attention starts near its own position instead of everywhere. `None`: they start independently, as
+            RoBERTa's do.
         embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.
         norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
         sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.
@@ -138,8 +142,9 @@ class LinformerConfig(PreTrainedConfig):
     projection_init: str = "window"
     projection_scale: float | None = None
     local_window: int | list[int] = 0
-    far_weight: float | None = None
-    position_init: str = "sinusoidal"
+    far_weight: float = 1.0
+    position_init: str = "waves"
+    initial_self_score: float | None = 6.5
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
@@ -219,9 +224,9 @@ class LinformerConfig(PreTrainedConfig):
             )
         for window in self.local_windows if isinstance(self.local_window, int | list) else [self.local_window]:
             check_window(window, self.projection)
-        check_far_weight(self.far_weight)
-        if self.far_weight is not None and not any(self.local_windows):
-            raise ValueError(f"far_weight={self.far_weight} says nothing without a local_window")
+        check_positive("far_weight", self.far_weight)
+        if self.initial_self_score is not None:
+            check_positive("initial_self_score", self.initial_self_score, " or None")
         if self.projection not in FIXED_LENGTHS:
             self._check_projected_length_shape()
             check_projected_lengths(
@@ -286,11 +291,6 @@ def check_window(window: Any, projection: str) -> None:
         raise ValueError(f"local_window={window} adds nothing to projection='identity', which sees all exact keys")
     if not window and projection == "none":
         raise ValueError("projection='none' leaves no key to attend to; local_window must be at least 1")
-
-
-def check_far_weight(weight: Any) -> None:
-    if weight is not None:
-        check_positive("far_weight", weight, " or None")
 
 
 def check_heads(hidden_size: int, num_heads: int, name: str) -> None:

@@ -38,13 +38,18 @@ logger = logging.get_logger(__name__)
 
 
 class PositionEmbeddings(nn.Embedding):
-    """Learned positions that may start as the sinusoids of Vaswani et al. (2017)."""
+    """Learned positions that may start as waves, like those of Vaswani et al. (2017)."""
 
-    def sinusoids(self, std: float) -> Tensor:
-        """Sines in the even channels, cosines in the odd ones, scaled to a root mean square of `std`, (n, d)."""
+    def waves(self, longest: float, std: float) -> Tensor:
+        """Sines in the even channels, cosines in the odd ones, scaled to a root mean square of `std`, (n, d).
+
+        Args:
+            longest: the wavelength, over 2π, to which those of the channels rise from 1.
+            std: the scale.
+        """
         n, d = self.weight.shape
         channels = torch.arange(d)
-        angles = torch.arange(n)[:, None] / 10000 ** ((channels - channels % 2) / d)
+        angles = torch.arange(n)[:, None] / longest ** ((channels - channels % 2) / d)
         return torch.where(channels % 2 == 0, angles.sin(), angles.cos()) * (std * math.sqrt(2))
 
     def resized(self, max_length: int, cut: bool) -> PositionEmbeddings:
@@ -210,8 +215,22 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LinearProjection | ConvProjection | DynamicProjection):
             module.reset_parameters()
-        elif isinstance(module, PositionEmbeddings) and self.config.position_init == "sinusoidal":
-            init.copy_(module.weight, module.sinusoids(self.config.initializer_range))
+        elif isinstance(module, PositionEmbeddings) and self.config.position_init != "normal":
+            longest = 10000 if self.config.position_init == "sinusoidal" else len(module.weight)
+            init.copy_(module.weight, module.waves(longest, self.config.initializer_range))
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """As transformers does it; then keys start as copies of queries, of the size that the config asks for."""
+        # Of modules without weights of their own transformers does not ask `_init_weights`.
+        new = [m for m in self.modules() if isinstance(m, ProjectedAttention) and not hasattr(m, "_is_hf_initialized")]
+        super().initialize_weights()
+        if self.config.initial_self_score is not None:
+            for attention in new:
+                # A normalised token x has |x|² = d, hence a score with itself of std² d √d_head.
+                size = attention.hidden_size * math.sqrt(attention.head_dim)
+                init.normal_(attention.query.weight, std=math.sqrt(self.config.initial_self_score / size))
+                init.copy_(attention.key.weight, attention.query.weight)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,14 +8,13 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import ProjectedAttention, ranks_of
-from .checks import check_choice, check_probability, check_shape, check_size, refuse_length
+from .checks import check_choice, check_positive, check_probability, check_shape, check_size, refuse_length
 from .config import (
     FIXED_LENGTHS,
     NO_CAUSAL,
     PROJECTION_INITS,
     PROJECTIONS,
     SHARINGS,
-    check_far_weight,
     check_heads,
     check_projected_lengths,
     check_scale,
@@ -67,7 +66,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: str = "window",
         projection_scale: float | None = None,
         local_window: int = 0,
-        far_weight: float | None = None,
+        far_weight: float = 1.0,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
@@ -81,9 +80,7 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
         check_window(plain(local_window), projection)
-        check_far_weight(far_weight)
-        if far_weight is not None and not local_window:
-            raise ValueError(f"far_weight={far_weight} says nothing without a local_window")
+        check_positive("far_weight", far_weight)
         check_choice(
             "attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
         )
