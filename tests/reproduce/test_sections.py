@@ -140,7 +140,11 @@ def test_long_documents(data, tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "results" / "long" / "long.json").read_text())["rows"]
     assert rows["Transformer twin"] is None
-    assert 0 <= rows["Linformer k=128 w=32"][0] <= 1
+    found = rows["Linformer k=128 w=32"]
+    assert 0 <= found["accuracy"][0] <= 1
+    assert found["rows_per_second"] > 0
+    row = f"| Linformer k=128 w=32 | {100 * found['accuracy'][0]:.1f} | – | {found['rows_per_second']:,.0f} | – |"
+    assert row in (tmp_path / "docs" / "results.md").read_text()
 
 
 def test_table_3_and_table_1_on_a_cpu(tmp_path):

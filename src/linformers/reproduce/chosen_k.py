@@ -11,7 +11,7 @@ from rich.console import Console
 from ..markdown import table
 from . import quality
 from .jobs import Job
-from .matrix import Place, corpus, hashes, pretraining
+from .matrix import Place, corpus, flags, hashes, model_of, pretraining
 
 GROUP = "chosen-k"
 RECIPE, TEXTS = "n512-k128-headwise", "wikitext103_valtest"
@@ -33,13 +33,12 @@ def jobs(place: Place, console: Console) -> list[Job]:
 
 def choosing(place: Place, twin: Job) -> Job:
     """The run of `linformers choose-k` on the twin."""
-    model, out = place.runs / twin.name / "model", place.runs / GROUP / "choice"
+    model, out = model_of(place, twin), place.runs / GROUP / "choice"
     n, budget, sentences = (64, 16, 8) if place.small else (512, 128, 200)
     sizes = {"length": n, "budget": budget, "sentences": sentences, "sharing": "headwise"}
-    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     return Job(
         name=f"{GROUP}/choice",
-        arguments=["choose-k", str(model), "--text", str(place.folder(TEXTS)), *flags, "--out", str(out)],
+        arguments=["choose-k", str(model), "--text", str(place.folder(TEXTS)), *flags(sizes), "--out", str(out)],
         decides={"model": twin.key, **sizes, "data": hashes(place.folder(TEXTS))},
         collect=lambda: json.loads((out / "choose-k.json").read_text()),
         steps=(1, lambda: int((out / "choose-k.json").exists())),

@@ -79,16 +79,21 @@ def save_untrained(folder: Path, model: LinformerConfig) -> None:
 
 
 def collect(place: Place) -> dict[str, Any]:
-    """The accuracy of each model, mean and deviation; `None` where it is missing."""
+    """Of each model the accuracy, the rows a second in training and the most memory; `None` where it is missing."""
     results, runs = place.store.results(map(run_name, MODELS))
-    return {"runs": runs, "rows": {name: results.get(run_name(name), {}).get("accuracy") for name in MODELS}}
+    kept = ("accuracy", "rows_per_second", "peak_bytes")
+    rows = {name: results.get(run_name(name)) for name in MODELS}
+    return {"runs": runs, "rows": {name: own and {what: own[what] for what in kept} for name, own in rows.items()}}
 
 
 def page(record: Mapping[str, Any]) -> list[str]:
-    """Our accuracies beside the published ones."""
-    rows = [
-        (name, "missing" if own is None else f"{100 * own[0]:.1f}", str(PUBLISHED.get(name, "–")))
-        for name, own in record["rows"].items()
-    ]
-    published = "Published: Tay et al. (2021), whose best efficient model has 65.9."
-    return [*table(("model", "accuracy", "published"), rows), published, ""]
+    """Our accuracies beside the published ones, and what training took."""
+    rows = []
+    for name, own in record["rows"].items():
+        measured = ("missing", "", "")
+        if own is not None:
+            memory = f"{own['peak_bytes'] / 2**30:.1f}" if own["peak_bytes"] else "–"
+            measured = (f"{100 * own['accuracy'][0]:.1f}", f"{own['rows_per_second']:,.0f}", memory)
+        rows.append((name, measured[0], str(PUBLISHED.get(name, "–")), *measured[1:]))
+    header = ("model", "accuracy", "published", "documents a second in training", "GiB at most")
+    return [*table(header, rows), "Published: Tay et al. (2021), whose best efficient model has 65.9.", ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,15 +139,23 @@ def finetuning(
         "batch-size": settings.batch_size,
         "learning-rate": settings.learning_rate,
     }
-    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     return Job(
         name=name,
-        arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags],
+        arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags(options)],
         decides={"model": identity, **options, "data": task.data},
         collect=lambda: json.loads((out / "results.json").read_text()),
         steps=(settings.seeds * settings.epochs, lambda: _epochs(out)),
         after=None if after is None else (after, model.exists),
     )
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def model_of(place: Place, job: Job) -> Path:
+    """The model that a pretraining leaves behind."""
+    return place.runs / job.name / "model"
 
 
 def pretrained(out: Path, recipe: Recipe) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..training import sources
 from ..training.finetune import Settings
 from . import quality
 from .jobs import Job
-from .matrix import Place, Task, corpus, finetuning, hashes
+from .matrix import Place, Task, corpus, finetuning, hashes, model_of
 
 SECRETS = ("tiger", "river", "copper", "garden", "winter", "engine", "silver", "bridge")
 VARIANTS = (quality.TWIN, "k=128", "k=128 w=32", "window alone, w=32", "window alone, w=96")
@@ -45,7 +45,7 @@ def jobs(place: Place, console: Console) -> list[Job]:
     found = []
     for name in VARIANTS:
         first = quality.variant_job(place, tokens, name, 0)
-        model, settings = place.runs / first.name / "model", TINY if place.small else SETTINGS
+        model, settings = model_of(place, first), TINY if place.small else SETTINGS
         found += [first, finetuning(place, f"{first.name}-recall", model, task, settings, first.key, first)]
     return found
 

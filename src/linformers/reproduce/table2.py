@@ -12,7 +12,7 @@ from ..markdown import table
 from ..training.finetune import Settings
 from . import figure3
 from .jobs import Job
-from .matrix import TASKS, Place, corpus, finetuning, known_task
+from .matrix import TASKS, Place, corpus, finetuning, known_task, model_of
 
 SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=16, learning_rate=1e-3)
@@ -55,7 +55,7 @@ def jobs(place: Place, console: Console) -> list[Job]:
     found = []
     for recipe in sorted(recipes, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         first = figure3.pretraining_job(place, tokens, recipe)
-        model, settings = place.runs / first.name / "model", TINY if place.small else SETTINGS
+        model, settings = model_of(place, first), TINY if place.small else SETTINGS
         found.append(first)
         for task in TASKS:
             name, data = f"{first.name}-{task}", known_task(place, task)

@@ -21,7 +21,7 @@ from ..heads import LinformerForSequenceClassification
 from ..provenance import sentence
 from . import card, checkpointing
 from .metrics import classification_metrics, spread
-from .monitor import Monitor
+from .monitor import Monitor, read_metrics
 from .recipe import PRECISIONS
 from .tasks import EncodedExamples, EpochOrder, TaskData, collate, encode
 from .trainer import ExactTrainer, arguments_for_all
@@ -243,6 +243,7 @@ def _report(
 ) -> None:
     """Mean and spread over the seeds, and the best model with its card."""
     seeds = [json.loads((out / f"seed-{seed}" / "result.json").read_text()) for seed in range(settings.seeds)]
+    records = [record for seed in range(settings.seeds) for record in read_metrics(out / f"seed-{seed}")]
     results: dict[str, Any] = {
         "task": task.name,
         "reported_on": task.reported_on,
@@ -251,6 +252,8 @@ def _report(
         "accuracy": spread([result["accuracy"] for result in seeds]),
         "f1": spread([result["f1"] for result in seeds]),
         "seeds": seeds,
+        "rows_per_second": max(record.get("rows_per_second", 0.0) for record in records),
+        "peak_bytes": max(record.get("peak_bytes", 0) for record in records) or None,
         "made_with": sentence(command),
     }
     best = max(seeds, key=lambda result: result["validation_accuracy"])

@@ -142,6 +142,8 @@ class Monitor(TrainerCallback):
         speed = {f"{self.unit}_per_second": per_second, "waiting_share": (self.marked[2] - waiting) / seconds}
         if self.flops_per_unit and (peak := hardware_peak()):
             speed["peak_share"] = per_second * self.flops_per_unit / (peak * self.trainer.args.world_size)
+        if torch.cuda.is_available():
+            speed["peak_bytes"] = torch.cuda.max_memory_allocated()
         return speed
 
     def _mark(self, step: int) -> None:
