@@ -56,9 +56,7 @@ def _one_sequence(layer: ProjectedAttention, E: Weights, F: Weights, x: Tensor) 
             own_keys, own_values = torch.cat([keys, exact_keys[near]]), torch.cat([values, exact_values[near]])
             weights = torch.exp(own_keys @ query[r] / math.sqrt(dh))
             if near:
-                weights = weights * torch.tensor(
-                    [layer.far_weight / max(lengths[i], 1)] * len(keys) + [1.0] * len(near)
-                )
+                weights[: len(keys)] *= layer.far_weight
             results.append(weights @ own_values / weights.sum())
         heads.append(torch.stack(results))
     return torch.cat(heads, dim=1) @ layer.output.weight.T + layer.output.bias

@@ -70,6 +70,7 @@ def refused(message, error=ValueError):
         ),
         ({"projection": "liner"}, "projection='liner' is not one of"),
         ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'stride', 'gaussian'"),
+        ({"window": 3}, "'window' is not a field of LinformerConfig; did you mean 'local_window'?"),
         ({"far_weight": 0}, "far_weight=0 must be a positive number"),
         ({"initial_self_score": -1}, "initial_self_score=-1 must be a positive number or None"),
         ({"local_windows": 2}, "'local_windows' is not a field of LinformerConfig; did you mean 'local_window'?"),
@@ -306,6 +307,8 @@ def test_model_of_another_config():
 
 
 def test_implementations_that_cannot_mask_slots():
+    with refused("attn_implementation='tritton' is not one of 'eager', 'triton', "):
+        LinformerModel(modes.config(attn_implementation="tritton"))
     model = LinformerModel(modes.config(attn_implementation="flex_attention"))
     with refused("attn_implementation='flex_attention' cannot leave out keys"):
         model(torch.ones(1, 12, dtype=torch.long), torch.tensor([[1] * 6 + [0] * 6]))
@@ -360,9 +363,9 @@ def test_what_a_checkpoint_can_be_loaded_with(tmp_path):
 def test_resizing_to_what_cannot_be():
     model = LinformerModel(modes.config())
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with refused("projected_length=4 exceeds max_position_embeddings=3"):
+    with refused("max_length=3 is below k=4: name a new projected_length, too"):
         model.resize_length(3)
-    with refused("max_position_embeddings=0 must be a positive integer"):
+    with refused("max_length=0 must be a positive integer"):
         model.resize_length(0)
     assert model.config.max_position_embeddings == 12
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

@@ -29,7 +29,10 @@ def test_same_length_changes_nothing(mode):
         assert torch.equal(weight, before[name][1])
 
 
-@pytest.mark.parametrize("mode", modes.UNIFORM + modes.GAUSSIAN, ids=modes.name)
+LOCAL = [{"projection": p, "local_window": 2} for p in ("linear", "mean", "max", "conv")]
+
+
+@pytest.mark.parametrize("mode", modes.UNIFORM + modes.GAUSSIAN + LOCAL, ids=modes.name)
 def test_shorter_at_the_same_ratio_keeps_outputs(mode):
     """Every output that still fits, where the short input has no use for the columns that were cut off."""
     model = trained(**mode).double()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .checks import check_shape
+from .checks import check_choice, check_shape
 from .maps import LinearMap, SequenceMap, Weights
 from .ops import reference
 from .ops.attend import attend
@@ -44,7 +44,7 @@ class ProjectedAttention(nn.Module):
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         layer_idx: the number of the layer in its model, if it has one.
         local_window: w, or 0 for none.
-        far_weight: what all projected keys together weigh beside exact ones of equal scores.
+        far_weight: what a projected key weighs beside an exact one of equal score.
     """
 
     is_causal = False  # transformers' attention functions read it
@@ -58,7 +58,7 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         layer_idx: int | None = None,
         local_window: int = 0,
-        far_weight: float = 1.0,
+        far_weight: float = 0.01,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -185,7 +185,7 @@ class ProjectedAttention(nn.Module):
         self, query: Tensor, projected: Projected, lengths: Tensor | None, attn_implementation: str
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' output (b, n, h, d_head) and, from the eager implementation, P̄."""
-        group, key, value, slots, near_key, near_value = projected
+        _, key, value, slots, near_key, near_value = projected
         mask = None
         if slots is not None or self.local_window:
             if attn_implementation not in (*MASKING_IMPLEMENTATIONS, TRITON):
@@ -206,9 +206,8 @@ class ProjectedAttention(nn.Module):
         if near_key is None or near_value is None:
             return attend_all(query, key, value, mask)
         inputs = (query, key, value, near_key, near_value)
-        k = group.projected_length
-        shift = math.log(self.far_weight / k) if k else 0.0
-        options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths, "shift": shift}
+        options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths}
+        options["shift"] = math.log(self.far_weight)
         if name == TRITON:
             if use_triton(query, key, mask, local=True):
                 return attend(*inputs, **options, scaling=self.scaling, dropout=dropout), None
@@ -330,6 +329,10 @@ def triton_attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(TRITON, triton_attention)
+
+
+def check_attention(attn_implementation: str) -> None:
+    check_choice("attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()])
 
 
 def full_name(attn_implementation: str) -> str:

@@ -59,6 +59,11 @@ OTHER_NAMES = {
     "pre_norm": "norm_first",
     "prenorm": "norm_first",
     "projection_type": "projection",
+    "window": "local_window",
+    "windows": "local_window",
+    "attention_window": "local_window",
+    "window_size": "local_window",
+    "self_score": "initial_self_score",
 }
 
 # Properties that are made of a field.
@@ -91,8 +96,9 @@ class LinformerConfig(PreTrainedConfig):
             keys at all, only those in the local window.
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
             or one per layer; 0 is the paper's model.
-        far_weight: with a local window, what all k projected keys together weigh in the softmax, counted in exact keys
-            of equal scores: log(far_weight / k) is added to their scores.
+        far_weight: with a local window, what a projected key weighs in the softmax beside an exact key of equal score:
+            log(far_weight) is added to its score. At 1, 128 projected keys outweigh the 65 of a window of 32 before
+            anything is learned.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"stride"` with one token of
             each window as it is (another one in the next layer and, where heads have their own E, in the next head),
             `"gaussian"` as $N(0, 1/n)$.
@@ -142,7 +148,7 @@ class LinformerConfig(PreTrainedConfig):
     projection_init: str = "window"
     projection_scale: float | None = None
     local_window: int | list[int] = 0
-    far_weight: float = 1.0
+    far_weight: float = 0.01
     position_init: str = "waves"
     initial_self_score: float | None = 6.5
 

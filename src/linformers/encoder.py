@@ -18,9 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ProjectedAttention, full_name, group_heads, is_plain, ranks_of
-from .checks import check_integers, check_shape, nearest_name, refuse_length
-from .config import NO_CAUSAL, LinformerConfig
+from .attention import ProjectedAttention, check_attention, full_name, group_heads, is_plain, ranks_of
+from .checks import check_integers, check_shape, check_size, nearest_name, refuse_length
+from .config import FIXED_LENGTHS, NO_CAUSAL, LinformerConfig
 from .loading import (
     WHERE_TO_LOAD_FROM,
     asked_config,
@@ -207,6 +207,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation is None and torch.cuda.is_available():
             attn_implementation = "triton"
+        if isinstance(attn_implementation, str) and "/" not in attn_implementation:  # with a slash it is from the hub
+            check_attention(attn_implementation)
         name = None if attn_implementation is None else full_name(attn_implementation)
         return super()._check_and_adjust_attn_implementation(name, *args, **kwargs)
 
@@ -260,10 +262,13 @@ class LinformerPreTrainedModel(PreTrainedModel):
             max_length: the new n.
             projected_length: the new k, in any of the forms that `LinformerConfig` takes; `None` keeps it.
         """
+        check_size("max_length", max_length)
         old = self.config
         changes: dict[str, Any] = {"max_position_embeddings": max_length}
         if projected_length is not None:
             changes["projected_length"] = projected_length
+        elif old.projection not in FIXED_LENGTHS and max_length < (k := old.largest_projected_length):
+            raise ValueError(f"max_length={max_length} is below k={k}: name a new projected_length, too")
         new = LinformerConfig(**{**old.to_dict(), **changes})
         n, new_n = old.max_position_embeddings, new.max_position_embeddings
         if (n, old.projected_lengths) == (new_n, new.projected_lengths):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import ProjectedAttention, ranks_of
+from .attention import ProjectedAttention, check_attention, ranks_of
 from .checks import check_choice, check_positive, check_probability, check_shape, check_size, refuse_length
 from .config import (
     FIXED_LENGTHS,
@@ -47,8 +46,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: `"window"`, `"stride"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
-        far_weight: with a local window, what all projected keys together weigh, counted in exact keys of equal scores;
-            `None`: each weighs as much as an exact one.
+        far_weight: with a local window, what a projected key weighs beside an exact one of equal score.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
             other that transformers knows.
@@ -66,7 +64,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: str = "window",
         projection_scale: float | None = None,
         local_window: int = 0,
-        far_weight: float = 1.0,
+        far_weight: float = 0.01,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
@@ -81,9 +79,7 @@ class LinformerAttention(ProjectedAttention):
         check_scale(projection_scale)
         check_window(plain(local_window), projection)
         check_positive("far_weight", far_weight)
-        check_choice(
-            "attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-        )
+        check_attention(attn_implementation)
         lengths = plain(projected_length)
         if not isinstance(lengths, list):
             lengths = [lengths] * num_heads

@@ -75,6 +75,8 @@ class Monitor(TrainerCallback):
             self._say(f"going on from step {checkpointing.step_of(resume)}")
         if self.active and self.console.is_terminal:
             self.live.start()
+        elif self.active:
+            self._say(f"{self.trainer.args.max_steps:,} steps")
         try:
             self.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         finally:
