@@ -17,7 +17,7 @@ export UV_COMPILE_BYTECODE := 1
 
 help:
 	@echo "make setup   a virtual environment in $(VENV) with everything"
-	@echo "make demo    a Linformer beside its Transformer twin, in three minutes"
+	@echo "make demo    a Linformer beside its Transformer twin, in three to five minutes"
 	@echo "make test    all tests (ARGS=... for pytest)"
 	@echo "make common  transformers' own model tests against Linformer"
 	@echo "make lint    ruff and mypy"

@@ -1,20 +1,24 @@
 """The benchmark: that it measures the right thing, and says what it measured."""
 
+import importlib
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from linformers import LinformerConfig, provenance
+from linformers import LinformerConfig, plots, provenance
 from linformers.benchmark import efficiency, floor, measure, report
 from linformers.benchmark.efficiency import FUSED, ROBERTA, UNFUSED, Cell, Contender
 from linformers.benchmark.measure import interleaved, peak_memory
 from linformers.cli import app
 from linformers.markdown import shown_table
+from linformers.progress import SILENCE, progress, steps
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 256}
 
@@ -56,6 +60,35 @@ def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
     (table, *_) = report.task_tables([first, *others], "inference")
     assert "out of memory" in list(table.columns[1].cells)
     assert UNFUSED not in efficiency.curves([first, *others], efficiency.milliseconds)
+
+
+def out_of_memory(*arguments, **options):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 25600000000 bytes")
+
+
+def test_a_floor_that_finds_no_memory_is_an_entry(monkeypatch):
+    monkeypatch.setattr(floor, "product_seconds", out_of_memory)
+    options = {"tokens": 64, "device": "cpu", "models": ["linformer"], "with_floor": True}
+    ((cell,),) = efficiency.compare([64], [16], **options, **SMALL)
+    assert cell.seconds > 0
+    assert cell.floor is None
+    assert list(report.task_tables([cell], "inference")[2].columns[1].cells) == ["–"]
+
+
+@pytest.mark.parametrize("place", [(Contender, "build"), (torch, "randint")])
+def test_where_nothing_fits_nothing_is_claimed_or_plotted(place, monkeypatch, tmp_path):
+    monkeypatch.setattr(*place, out_of_memory)
+    arguments = ["--lengths", "64", "--projected", "16,32", "--tokens", "64", "--layers", "1", "--hidden", "64"]
+    result = CliRunner().invoke(app, ["bench", *arguments, "--out", str(tmp_path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    cells = json.loads((tmp_path / "efficiency.json").read_text())["lengths"]
+    assert {cell["seconds"] for cell in cells} == {None}
+    page = (tmp_path / "efficiency.md").read_text()
+    assert page.count("| out of memory |") == 3 * len(cells)
+    assert "is faster" not in page
+    assert page.endswith("There is too little memory to measure what a smaller k saves at n=64.\n")
+    assert not list(tmp_path.glob("*.png"))
+    plots.efficiency({}, {}, tmp_path / "empty.png")  # no warning of an empty legend
 
 
 def test_what_was_measured_before_a_crash_is_there(monkeypatch, tmp_path):
@@ -201,14 +234,67 @@ def cells_of(name, times, k=None):
         ({512: 1.0, 1024: 3.0, 2048: 1.0}, "from n=2048 on"),
         ({512: 1.0, 1024: 1.0, 2048: 1.0}, "from n=512 on"),
         ({512: 3.0, 1024: 3.0}, "at no n up to 1024"),
-        ({512: 3.0, 4096: 3.0}, "from n=4096 on"),
+        ({512: 3.0, 4096: None}, "at no n up to 512"),
+        ({512: 1.0, 4096: None}, "from n=512 on"),
         ({512: None, 1024: 1.0}, "from n=1024 on"),
+        ({512: 1.0, 1024: None}, "at no n up to 1024"),
     ],
 )
 def test_crossover(times, expected):
     rival = cells_of(ROBERTA, {512: 2.0, 1024: 2.0, 2048: 2.0, 4096: None})
     (line,) = report.crossovers([*rival, *cells_of("Linformer k=64", times, 64)], "inference")
     assert line == f"inference: Linformer k=64 is faster than {ROBERTA} {expected}."
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({512: 3.0, 4096: 3.0}, f"Linformer k=64 is faster than {ROBERTA} at no n up to 512; "),
+        ({512: 1.0, 4096: 3.0}, f"Linformer k=64 is faster than {ROBERTA} from n=512 on; "),
+        ({4096: 3.0}, ""),
+    ],
+)
+def test_nothing_is_faster_than_what_ran_out_of_memory(times, expected):
+    rival = cells_of(ROBERTA, {512: 2.0, 4096: None})
+    (line,) = report.crossovers([*rival, *cells_of("Linformer k=64", times, 64)], "inference")
+    assert line == f"inference: {expected}{ROBERTA} runs out of memory at n=4096, where Linformer k=64 does not."
+    assert not report.crossovers([*rival, *cells_of("Linformer k=64", {4096: None}, 64)], "inference")
+
+
+def test_a_time_below_the_floor_is_explained():
+    cells = [Cell(FUSED, n, None, 1, "inference", seconds, 1, 1.0) for n, seconds in {64: 0.9, 128: 0.999}.items()]
+    (line,) = report.below_floor([*cells, *cells_of(UNFUSED, {64: 1.0})], "inference")
+    assert f"({FUSED}, n=64: 0.90): the floor was measured while the machine was busier" in line
+    assert not report.below_floor(cells[1:], "inference")
+
+
+def test_batches_are_whole_numbers():
+    cells = [
+        Cell(name, 64, k, 1, "inference", 1.0, 1, largest_batch=batch)
+        for name, k, batch in ((UNFUSED, None, 80), ("Linformer k=16", 16, 1234), ("Linformer k=32", 32, 0))
+    ]
+    table = report.task_tables(cells, "inference")[-1]
+    assert list(table.columns[1].cells) == ["80", "1,234 (15.43×)", "0 (0.00×)"]
+
+
+def test_without_a_terminal_each_step_is_a_line():
+    console = Console(file=io.StringIO(), width=100)
+    with steps(console, 2) as begin:
+        begin("[a]")
+        begin("b")
+        assert console.file.getvalue() == "0/2 [a]\n1/2 b\n"  # b has begun, and is not done
+    assert "2/2" in console.file.getvalue().splitlines()[-1]
+
+
+def test_without_a_terminal_long_work_says_how_far_it_is():
+    console, now = Console(file=io.StringIO(), width=100), [0.0]
+    with progress(console) as bars:
+        bars.get_time = lambda: now[0]
+        task = bars.add_task("rows", total=10)
+        for _ in range(5):
+            bars.advance(task)
+            now[0] += SILENCE / 2
+        assert console.file.getvalue().split("\n") == ["1/10 rows", "3/10 rows", "5/10 rows", ""]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -241,6 +327,106 @@ def test_attention(tmp_path, monkeypatch, capsys):
     assert {(cell["n"], cell["k"]) for cell in record["cells"]} == {(64, 16), (64, 32), (128, 16), (128, 32)}
     assert all(cell["forward"] > 0 for cell in record["cells"] if "failure" not in cell)
     assert "Attention, backward" in (tmp_path / "attention.md").read_text()
+
+
+SCRIPTS = {
+    "peers": {
+        "--task train": "task='train' is not one of 'inference', 'training'; did you mean 'training'?",
+        "--only bert": "only='bert' is not one of 'linformers', 'linformer', 'linformer-pytorch', 'ModernBERT',",
+        "--compile bert": "compile='bert' is not one of 'linformers', 'linformer', 'linformer-pytorch'",
+        "--projected 256 --lengths 512,128": "projected=256 must be below lengths=128",
+        "--projected 0": "projected=0 must be a positive integer",
+        "--hidden 100": "hidden=100 must be a multiple of 64, the channels of a head",
+        "--layers 0": "layers=0 must be a positive integer",
+        "--lengths 200 --tokens 256": "lengths=200 does not divide tokens=256",
+        "--lengths 128,a": "lengths='128,a' must be positive whole numbers separated by commas",
+        "--name a/b": "name='a/b' must be the name of a file without its folder",
+        "--out FILE/x": "is no folder that can be written to: Not a directory",
+    },
+    "attention": {
+        "--heads 0": "heads=0 must be a positive integer",
+        "--channels -1": "channels=-1 must be a positive integer",
+        "--projected 16,0": "projected='16,0' must be positive whole numbers separated by commas",
+        "--lengths 100 --tokens 256": "lengths=100 does not divide tokens=256",
+        "--out FILE/x": "is no folder that can be written to: Not a directory",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [(script, arguments, text) for script, cases in SCRIPTS.items() for arguments, text in cases.items()],
+)
+def test_what_the_scripts_refuse(script, arguments, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    module = importlib.import_module(script)
+    (tmp_path / "file").touch()
+    arguments = arguments.replace("FILE", str(tmp_path / "file")).split()
+    monkeypatch.setattr("sys.argv", [f"{script}.py", "--out", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        module.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_peers_write_files_of_a_name_with_versions(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import peers
+
+    cell = {"model": "linformers", "n": 64, "k": 16, "task": "inference", "batch": 1, "peak_bytes": 1, "failure": None}
+    tasks = iter([[{**cell, "seconds": 1.0}]])
+    monkeypatch.setattr(peers, "measure", lambda *arguments: next(tasks, None) or stop())
+    monkeypatch.setattr(peers.importlib.metadata, "version", {"linformer": "1.2"}.__getitem__)
+    monkeypatch.setattr(peers.importlib.metadata, "PackageNotFoundError", KeyError)
+    arguments = ["--lengths", "64", "--tokens", "64", "--projected", "16", "--name", "mine.1", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["peers.py", *arguments])
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="130"):
+        peers.main()
+    assert capsys.readouterr().err == "stopped; what was measured before is written\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.1.json", "mine.1.md"}
+    record = json.loads((tmp_path / "mine.1.json").read_text())
+    assert record["linformer"] == "1.2"
+    assert "linformer-pytorch" not in record
+    assert len(record["cells"]) == 1
+
+
+def test_peers_whose_input_does_not_fit(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import peers
+
+    monkeypatch.setattr(torch, "randn", out_of_memory)
+    sizes = {"layers": 1, "heads": 2, "hidden": 32, "intermediate": 64}
+    assert {c["failure"] for c in peers.measure(128, 16, 256, "inference", sizes, [])} == {"out of memory"}
+
+
+@pytest.mark.parametrize("place", ["torch.randn", "attention.captured"])
+def test_attention_that_does_not_fit(place, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import attention
+
+    monkeypatch.setattr(place, out_of_memory)
+    cells = attention.measure(64, 16, 64, 2, 16)
+    assert {cell["failure"] for cell in cells} == {"out of memory"}
+    assert set(attention.tables_of(cells)[0].columns[2].cells) == {"out of memory"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has kernels to compare")
+def test_attention_without_a_gpu_compares_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import attention
+
+    cells = attention.measure(64, 16, 64, 2, 16)
+    assert [table.title for table in attention.tables_of(cells)] == [
+        "Attention, forward: milliseconds",
+        "Attention, backward: milliseconds",
+    ]
+    (line,) = attention.sentences(cells)
+    assert "compares kernels of a GPU, and there is none here" in line
 
 
 def test_attention_is_held_against_the_best_backend(monkeypatch):

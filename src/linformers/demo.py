@@ -15,12 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from . import plots
+from . import plots, progress
 from .benchmark.efficiency import Cell, compare, curves, mebibytes, milliseconds
 from .benchmark.measure import best_device, peak_memory
 from .checks import check_size, make_folder
 from .heads import LinformerForMaskedLM
-from .progress import progress
 from .training import pretrain
 from .training.corpus import Corpus
 from .training.monitor import read_metrics
@@ -119,13 +118,8 @@ def recipe(name: str, steps: int, out: Path) -> Recipe:
 
 
 def measure_lengths(console: Console) -> list[Cell]:
-    with progress(console) as bars:
-        task = bars.add_task("measuring", total=3 * len(LENGTHS))
-
-        def show(name: str) -> None:
-            bars.update(task, advance=1, description=name)
-
-        options: dict[str, Any] = {"tokens": TOKENS, "device": best_device(), "on_model": show}
+    with progress.steps(console, 3 * len(LENGTHS)) as begin:
+        options: dict[str, Any] = {"tokens": TOKENS, "device": best_device(), "on_model": begin}
         options["models"] = ("unfused", "twin", "linformer")
         return [cell for measured in compare(LENGTHS, [PROJECTED], **options, **SIZE) for cell in measured]
 

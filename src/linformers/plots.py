@@ -53,9 +53,10 @@ def efficiency(
         if losses is not None:
             _draw(axes[2], losses)
             axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-        for panel in axes[:2]:
-            panel.legend().remove()
+        if milliseconds:
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+            for panel in axes[:2]:
+                panel.get_legend().remove()
         _save(figure, path)
 
 
@@ -228,7 +229,8 @@ def _draw(axes: Any, curves: Curves, **style: Any) -> None:
         width = 3 if model in TRANSFORMERS and model == name else 1.5
         line = "--" if name.endswith(COMPILED) else "-"
         axes.plot(*zip(*points, strict=True), line, color=colour, lw=width, label=name, **style)
-    axes.legend(fontsize=7 if len(curves) > 5 else None)
+    if curves:
+        axes.legend(fontsize=7 if len(curves) > 5 else None)
 
 
 def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> None:

@@ -70,7 +70,7 @@ class Cell:
         task: `"inference"`, or `"training"`: a forward and a backward pass.
         seconds: the median time of a pass.
         peak_bytes: the most memory that a pass takes beside weights and input.
-        floor: the least time that the hardware allows, in seconds.
+        floor: the least time that the hardware allows, in seconds, where it was looked for and memory sufficed.
         joules: what a pass takes, where the driver tells.
         largest_batch: the most sequences that fit into memory, where that was asked for.
     """
@@ -166,13 +166,14 @@ def compare(
     with_batches: bool = False,
     memory: int | None = None,
     on_model: Callable[[str], None] = lambda name: None,
+    on_timing: Callable[[str], None] = lambda name: None,
     **fields: Any,
 ) -> Iterator[list[Cell]]:
     """Measure all contenders at each n and task; those of one n are timed in turn.
 
     Each pass has `tokens` tokens, or is one sequence where that is `None`; `fields` are fields of `LinformerConfig` for
     all of the models. The largest batches are those that fit into `memory` bytes, or into all of the GPU. `on_model` is
-    called with a name whenever a model is about to be measured.
+    called with a name whenever a model is about to be made and its memory measured, `on_timing` when all are timed.
     """
     torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
     for n in lengths:
@@ -181,7 +182,10 @@ def compare(
             release()
             measured = contenders(n, projected_lengths, compiled=compiled, models=models, windows=windows, **fields)
             batch = 1 if tokens is None else max(1, tokens // n)
-            yield list(_measure(measured, n, batch, task, device, dtype, with_floor, with_batches, memory, on_model))
+            found = _measure(
+                measured, n, batch, task, device, dtype, with_floor, with_batches, memory, on_model, on_timing
+            )
+            yield list(found)
 
 
 def _measure(
@@ -195,14 +199,15 @@ def _measure(
     with_batches: bool,
     memory: int | None,
     on_model: Callable[[str], None],
+    on_timing: Callable[[str], None],
 ) -> Iterator[Cell]:
-    ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
     runs: dict[str, Run] = {}
     peaks: dict[str, int] = {}
     for contender in models:
         on_model(f"{contender.name}, n={n}, {task}")
         try:
             with memory_errors():
+                ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
                 run = make_run(contender.build(n, device, dtype), ids, task)
                 run()  # what is compiled or chosen at the first run has no part in its memory
                 peaks[contender.name] = peak_memory(run, device)
@@ -211,14 +216,13 @@ def _measure(
             pass
         # Nothing refers to an error's tensors any more; and memory that was free is not to be cut up by later models.
         release()
+    on_timing(f"timing all, n={n}, {task}")
     seconds = interleaved(runs, may_run_out=True)
     for contender in models:
         name = contender.name
         floors = energy = most = None
-        if with_floor:
-            floors = floor.floor_seconds(
-                contender.config(n), batch, n, training=task == "training", device=device, dtype=dtype
-            )
+        if with_floor and name in seconds:
+            floors = _floor(contender.config(n), batch, n, task, device, dtype)
         if name in seconds and device == "cuda":
             energy = joules(runs[name], seconds[name])
         if with_batches and not contender.compiled:
@@ -226,10 +230,23 @@ def _measure(
         yield Cell(name, n, contender.k, batch, task, seconds.get(name), peaks.get(name), floors, energy, most)
 
 
+def _floor(config: LinformerConfig, batch: int, n: int, task: str, device: str, dtype: str) -> float | None:
+    """The floor, whose products need memory of their own; `None` where there is too little."""
+    try:
+        with memory_errors():
+            return floor.floor_seconds(config, batch, n, training=task == "training", device=device, dtype=dtype)
+    except OutOfMemoryError:
+        return None
+
+
 def _most(
     contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int | None, memory: int | None
 ) -> int:
-    model = contender.build(n, device, dtype)
+    try:
+        with memory_errors():
+            model = contender.build(n, device, dtype)
+    except OutOfMemoryError:
+        return 0
 
     def run(sequences: int) -> None:
         make_run(model, torch.randint(5, VOCABULARY, (sequences, n), device=device), task)()

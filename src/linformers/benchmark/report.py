@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
 from ..config import FIXED_LENGTHS, PROJECTIONS, SHARINGS, check_window
 from ..markdown import shown_table
-from ..progress import progress
+from ..progress import steps
 from ..provenance import commit, environment
 from .efficiency import (
     FUSED,
@@ -32,7 +32,7 @@ from .efficiency import (
     mebibytes,
     milliseconds,
 )
-from .measure import best_device
+from .measure import OutOfMemoryError, best_device, memory_errors
 
 TASKS = ("inference", "training")
 
@@ -93,9 +93,8 @@ class Settings:
             check_window(window, "linear")
         if self.hidden % 64:
             raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
-        for n in self.lengths:
-            if self.tokens is not None and self.tokens % n:
-                raise ValueError(f"lengths={n} does not divide tokens={self.tokens}: each pass holds whole sequences")
+        if self.tokens is not None:
+            check_whole_sequences(self.lengths, self.tokens)
         if min(self.projected) >= max(self.lengths):
             raise ValueError(f"projected={min(self.projected)} leaves nothing to measure: no length exceeds it")
         for n in self.lengths:  # what cannot be made is refused before anything is measured
@@ -115,6 +114,12 @@ class Settings:
         }
 
 
+def check_whole_sequences(lengths: Sequence[int], tokens: int) -> None:
+    for n in lengths:
+        if tokens % n:
+            raise ValueError(f"lengths={n} does not divide tokens={tokens}: each pass holds whole sequences")
+
+
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> None:
     """Measure, show, and write `efficiency.json`, `efficiency.md` and the plots to `out`."""
     settings.check()
@@ -124,58 +129,14 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     fields = settings.fields()
     record = {"command": command, "commit": commit(), **environment(), "dtype": dtype}
     record |= {**fields, "tokens": settings.tokens, "lengths": [], "projected_lengths": []}
-    for measured in _measure(settings, fields, device, dtype, console):
-        record["lengths"] += as_records(measured)
-        publish(record, out)  # whatever happens later, this much is there
-
-    n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
-    if settings.tokens is not None and smaller < k < n and k % smaller == 0:
-        sizes: dict[str, Any] = {"tokens": settings.tokens, "device": device, "dtype": dtype}
-        record["projected_lengths"] = as_records(list(compare_projected_lengths(k, smaller, n, **sizes, **fields)))
-
-    tables, sentences = publish(record, out)
-    for shown in tables:
-        console.print(shown)
-    for line in sentences:
-        console.print(line, highlight=False)
-    console.print(f"Written to {out}", markup=False)
-
-
-def publish(record: dict[str, Any], out: Path) -> tuple[list[Table], list[str]]:
-    """Write what was measured as `efficiency.json`, `efficiency.md` and plots; return its tables and sentences."""
-    (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
-    cells, mixed = ([Cell(**cell) for cell in record[name]] for name in ("lengths", "projected_lengths"))
-    tasks = list(dict.fromkeys(cell.task for cell in cells))
-    tables = [table for task in tasks for table in task_tables(cells, task)]
-    sentences = [line for task in tasks for line in crossovers(cells, task)]
-    if record["tokens"] is None:
-        sentences += [line for task in tasks for line in growth(cells, task)]
-    if mixed:
-        tables.append(saving_table(mixed, mixed[0].n))
-    (out / "efficiency.md").write_text(markdown(tables, sentences, provenance(record)), encoding="utf-8")
-    for task in tasks:
-        own = [cell for cell in cells if cell.task == task]
-        times, memory = curves(own, milliseconds), curves(own, mebibytes)
-        for suffix in ("png", "svg"):
-            plots.efficiency(times, memory, out / f"{task}.{suffix}", tokens_fixed=record["tokens"] is not None)
-    return tables, sentences
-
-
-def provenance(record: dict[str, Any]) -> dict[str, Any]:
-    """Where the numbers of a record come from: all that is no list of them."""
-    return {name: value for name, value in record.items() if not isinstance(value, list)}
-
-
-def _measure(
-    settings: Settings, fields: dict[str, Any], device: str, dtype: str, console: Console
-) -> Iterator[list[Cell]]:
     which: dict[str, Any] = {"compiled": settings.compiled, "models": settings.models, "windows": settings.windows}
-    count = len(settings.tasks) * sum(
-        len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths
-    )
-    with progress(console) as bars:
-        task = bars.add_task("", total=count)
-        yield from compare(
+    n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
+    mixed = settings.tokens is not None and smaller < k < n and k % smaller == 0
+    models = (len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths)
+    saving = f"what a smaller k saves at n={n}"
+    notes = []
+    with steps(console, len(settings.tasks) * sum(count + 1 for count in models) + mixed) as begin:
+        for measured in compare(
             settings.lengths,
             settings.projected,
             tokens=settings.tokens,
@@ -185,11 +146,59 @@ def _measure(
             with_floor=True,
             with_batches=settings.batches,
             memory=None if settings.memory is None else settings.memory * 2**30,
-            on_model=lambda name: bars.update(task, advance=1, description=name),
+            on_model=begin,
+            on_timing=begin,
             **which,
             **fields,
-        )
-        bars.update(task, completed=count, description="measured")
+        ):
+            record["lengths"] += as_records(measured)
+            publish(record, out)  # whatever happens later, this much is there
+        if mixed:
+            begin(saving)
+            sizes: dict[str, Any] = {"tokens": settings.tokens, "device": device, "dtype": dtype}
+            try:
+                with memory_errors():
+                    found = list(compare_projected_lengths(k, smaller, n, **sizes, **fields))
+                    record["projected_lengths"] = as_records(found)
+            except OutOfMemoryError:
+                notes = [f"There is too little memory to measure {saving}."]
+
+    tables, sentences = publish(record, out, notes)
+    for shown in tables:
+        console.print(shown)
+    for line in sentences:
+        console.print(line, highlight=False)
+    console.print(f"Written to {out}", markup=False)
+
+
+def publish(record: dict[str, Any], out: Path, notes: Sequence[str] = ()) -> tuple[list[Table], list[str]]:
+    """Write what was measured as `efficiency.json`, `efficiency.md` and plots; return its tables and sentences.
+
+    `notes` are sentences to add. Where nothing fitted into memory there is nothing to plot.
+    """
+    (out / "efficiency.json").write_text(json.dumps(record, indent=1) + "\n")
+    cells, mixed = ([Cell(**cell) for cell in record[name]] for name in ("lengths", "projected_lengths"))
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    tables = [table for task in tasks for table in task_tables(cells, task)]
+    sentences = [line for task in tasks for line in crossovers(cells, task)]
+    sentences += [line for task in tasks for line in below_floor(cells, task)]
+    if record["tokens"] is None:
+        sentences += [line for task in tasks for line in growth(cells, task)]
+    if mixed:
+        tables.append(saving_table(mixed, mixed[0].n))
+    sentences += notes
+    (out / "efficiency.md").write_text(markdown(tables, sentences, provenance(record)), encoding="utf-8")
+    for task in tasks:
+        own = [cell for cell in cells if cell.task == task]
+        times, memory = curves(own, milliseconds), curves(own, mebibytes)
+        for suffix in ("png", "svg") if times else ():
+            plots.efficiency(times, memory, out / f"{task}.{suffix}", tokens_fixed=record["tokens"] is not None)
+    return tables, sentences
+
+
+def provenance(record: dict[str, Any]) -> dict[str, Any]:
+    """Where the numbers of a record come from: all that is no list of them."""
+    return {name: value for name, value in record.items() if not isinstance(value, list)}
 
 
 def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
@@ -206,7 +215,7 @@ def task_tables(cells: Sequence[Cell], task: str) -> list[Table]:
         tables.append(length_table(own, lambda c: c.joules, f"Joules, {task}", fastest, "less than", digits=2))
     if any(cell.largest_batch is not None for cell in own):
         title = f"Largest batch that fits, {task}"
-        tables.append(length_table(own, lambda c: c.largest_batch, title, unfused, "that of", inverse=True))
+        tables.append(length_table(own, lambda c: c.largest_batch, title, unfused, "that of", digits=0, inverse=True))
     return tables
 
 
@@ -259,25 +268,41 @@ def over_floor(cell: Cell) -> float | None:
     return None if cell.seconds is None or not cell.floor else cell.seconds / cell.floor
 
 
+def below_floor(cells: Sequence[Cell], task: str) -> list[str]:
+    """What was faster than its floor, which nothing can be."""
+    ratios = {f"{cell.model}, n={cell.n}": over_floor(cell) for cell in cells if cell.task == task}
+    below = [f"{name}: {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None and round(ratio, 2) < 1]
+    if not below:
+        return []
+    why = "the floor was measured while the machine was busier; measure again on an idle one"
+    return [f"{task}: some times are below the floor ({'; '.join(below)}): {why}."]
+
+
 def crossovers(cells: Sequence[Cell], task: str) -> list[str]:
-    """From which n on each Linformer is faster than what a user would pick instead."""
+    """From which n on each Linformer is faster than what a user would pick instead, or fits where that does not."""
     own = [cell for cell in cells if cell.task == task]
     if not (others := baselines(own)):
         return []
-    # What runs out of memory has lost.
     other = others[0]
-    rival = {cell.n: cell.seconds or math.inf for cell in own if cell.model == other}
+    rival = {cell.n: cell.seconds for cell in own if cell.model == other}
     alike = [c for c in own if c.k is not None and c.model.endswith("compiled") == other.endswith("compiled")]
     lines = []
     for name in dict.fromkeys(cell.model for cell in alike):
-        times = {cell.n: cell.seconds or math.inf for cell in own if cell.model == name}
-        wins = [n for n in times if times[n] < rival[n]]
-        losses = [n for n in times if n not in wins]
-        from_here = [n for n in wins if not losses or n > max(losses)]
+        times = {cell.n: cell.seconds for cell in own if cell.model == name}
+        # What alone runs out of memory has lost; where both do there is nothing to compare.
+        both = {n: (times[n] or math.inf, seconds) for n in times if (seconds := rival[n]) is not None}
+        last_loss = max((n for n, (ours, theirs) in both.items() if ours >= theirs), default=0)
+        from_here = [n for n in both if n > last_loss]
+        alone = [n for n in times if times[n] is not None and rival[n] is None]
+        parts = []
         if from_here:
-            lines.append(f"{task}: {name} is faster than {other} from n={min(from_here)} on.")
-        else:
-            lines.append(f"{task}: {name} is faster than {other} at no n up to {max(times)}.")
+            parts.append(f"{name} is faster than {other} from n={min(from_here)} on")
+        elif both:
+            parts.append(f"{name} is faster than {other} at no n up to {last_loss}")
+        if alone:
+            parts.append(f"{other} runs out of memory at n={', '.join(map(str, alone))}, where {name} does not")
+        if parts:
+            lines.append(f"{task}: {'; '.join(parts)}.")
     return lines
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from .. import plots
-from ..checks import check_choice, check_size, nearest_name
+from ..checks import check_choice, check_size, make_folder, nearest_name
 from . import chosen_k, figure1, figure3, jobs, long_documents, quality, recall, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
@@ -88,10 +88,14 @@ def run(
         raise ValueError(f"minutes={minutes} must be above 0")
     if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
         raise ValueError(f"only={list(only)} has no effect on {', '.join(names)}, which are not made of runs")
+    make_folder("results", place.results)
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
+    if "table3" in wanted and not table3.folders(place):
+        table3.settings(place)  # refuses what would otherwise fail after hours
     code = 0
     trained = [name for name in wanted if name in TRAINED]
     if trained:
+        make_folder("runs", place.runs)
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         known: set[str] = set()
         while code == 0:  # what is done may make new jobs known
