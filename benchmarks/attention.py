@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import numbers, one_sentence
+from command import one_sentence
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -26,9 +26,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from linformers.attention import triton_attention
-from linformers.benchmark.measure import OutOfMemoryError, Run, best_device, captured, interleaved, memory_errors
+from linformers.benchmark.measure import (
+    OutOfMemoryError,
+    Run,
+    best_device,
+    captured,
+    fitting,
+    interleaved,
+    memory_errors,
+)
 from linformers.benchmark.report import check_whole_sequences, markdown
-from linformers.checks import check_size, make_folder
+from linformers.checks import check_size, make_folder, whole_numbers
 from linformers.ops.attend import attend
 from linformers.ops.dispatch import use_triton
 from linformers.progress import steps
@@ -55,11 +63,10 @@ def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict
 
     names = (DISPATCH, OURS, *BACKENDS) if device == "cuda" else (DISPATCH,)
     cells: dict[str, dict[str, Any]] = {name: {"model": name, "n": n, "k": k} for name in names}
-    try:
-        with memory_errors():
-            query, key, value = of(n), of(k), of(k)
-    except OutOfMemoryError:
+    inputs = fitting(lambda: (of(n), of(k), of(k)))
+    if inputs is None:
         return [{**cell, "failure": OUT_OF_MEMORY} for cell in cells.values()]
+    query, key, value = inputs
     scaling = channels**-0.5
 
     def dispatched() -> Tensor:
@@ -168,7 +175,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
     options = parser.parse_args()
     for name in ("lengths", "projected"):
-        setattr(options, name, numbers(name, getattr(options, name)))
+        setattr(options, name, whole_numbers(name, getattr(options, name)))
     for name in ("tokens", "heads", "channels"):
         check_size(name, getattr(options, name))
     check_whole_sequences(options.lengths, options.tokens)

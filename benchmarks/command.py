@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: numbers in their arguments, and one sentence where a run cannot go on."""
+"""What the scripts of this folder share: one sentence where a run cannot go on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-
-
-def numbers(name: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as 512,1024")
-    return found
 
 
 @contextmanager

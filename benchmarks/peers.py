@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from command import numbers, one_sentence
+from command import one_sentence
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from linformers.benchmark.measure import (
     release,
 )
 from linformers.benchmark.report import Settings, markdown
-from linformers.checks import check_choice, check_size, make_folder
+from linformers.checks import check_choice, check_size, make_folder, whole_numbers
 from linformers.progress import steps
 from linformers.provenance import commit, environment
 
@@ -261,7 +261,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
     parser.add_argument("--name", default="peers", help="of the files there, without .json and .md")
     options = parser.parse_args()
-    options.lengths = numbers("lengths", options.lengths)
+    options.lengths = whole_numbers("lengths", options.lengths)
     options.task = options.task.split(",")
     options.compile, options.only = (text.split(",") if text else [] for text in (options.compile, options.only))
     check(options)

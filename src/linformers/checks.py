@@ -48,6 +48,17 @@ def nearest_name(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str 
     return plain[found[0]] if found else None
 
 
+def whole_numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
+    """The numbers of an argument such as “512,1024”."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as {example}")
+    return numbers
+
+
 def check_shape(name: str, tensor: Any, expected: Sequence[int | str]) -> None:
     """Refuse what is no tensor, or not of the shape `expected`, in which a word stands for any number."""
     if not isinstance(tensor, Tensor):

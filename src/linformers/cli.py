@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .checks import whole_numbers
+
 if TYPE_CHECKING:
     from .training.tasks import TaskData
 
@@ -209,8 +211,8 @@ def bench(
     from .benchmark import report
 
     settings = report.Settings(
-        lengths=_numbers("lengths", lengths),
-        projected=_numbers("projected", projected),
+        lengths=whole_numbers("lengths", lengths),
+        projected=whole_numbers("projected", projected),
         tokens=tokens or None,
         layers=layers,
         hidden=hidden,
@@ -222,7 +224,7 @@ def bench(
         projection=projection,
         batches=batches,
         memory=memory,
-        windows=_numbers("windows", windows, "16,32") if windows else (),
+        windows=whole_numbers("windows", windows, "16,32") if windows else (),
     )
     report.run(settings, out=out, command=_command(), console=console)
 
@@ -247,8 +249,8 @@ def theorems(
 
     _hide_bars()
     settings = theorem_report.Settings(
-        lengths=_numbers("lengths", lengths),
-        dims=_numbers("dims", dims),
+        lengths=whole_numbers("lengths", lengths),
+        dims=whole_numbers("dims", dims),
         epsilons=_fractions("epsilon", epsilon),
         draws=draws,
         seed=seed,
@@ -298,7 +300,7 @@ def lowrank(
     from .analysis import equation6
 
     _hide_bars()
-    ranks = _numbers("projected", projected)
+    ranks = whole_numbers("projected", projected)
     settings = equation6.Settings(model, text, ranks, length, passages, others, steps, seed, text_column)
     equation6.run(settings, out=out, command=_command(), console=console)
 
@@ -392,16 +394,6 @@ def _hide_bars() -> None:
 
 def _command() -> str:
     return shlex.join(["linformers", *sys.argv[1:]])
-
-
-def _numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"{name}={text!r} must be positive whole numbers separated by commas, such as {example}")
-    return numbers
 
 
 def _fractions(name: str, text: str) -> list[float]:

@@ -17,6 +17,7 @@ from . import floor
 from .measure import (
     OutOfMemoryError,
     Run,
+    fitting,
     interleaved,
     joules,
     largest_batch,
@@ -222,7 +223,8 @@ def _measure(
         name = contender.name
         floors = energy = most = None
         if with_floor and name in seconds:
-            floors = _floor(contender.config(n), batch, n, task, device, dtype)
+            options: dict[str, Any] = {"training": task == "training", "device": device, "dtype": dtype}
+            floors = fitting(floor.floor_seconds, contender.config(n), batch, n, **options)
         if name in seconds and device == "cuda":
             energy = joules(runs[name], seconds[name])
         if with_batches and not contender.compiled:
@@ -230,22 +232,11 @@ def _measure(
         yield Cell(name, n, contender.k, batch, task, seconds.get(name), peaks.get(name), floors, energy, most)
 
 
-def _floor(config: LinformerConfig, batch: int, n: int, task: str, device: str, dtype: str) -> float | None:
-    """The floor, whose products need memory of their own; `None` where there is too little."""
-    try:
-        with memory_errors():
-            return floor.floor_seconds(config, batch, n, training=task == "training", device=device, dtype=dtype)
-    except OutOfMemoryError:
-        return None
-
-
 def _most(
     contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int | None, memory: int | None
 ) -> int:
-    try:
-        with memory_errors():
-            model = contender.build(n, device, dtype)
-    except OutOfMemoryError:
+    model = fitting(contender.build, n, device, dtype)
+    if model is None:
         return 0
 
     def run(sequences: int) -> None:

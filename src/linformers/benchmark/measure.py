@@ -9,12 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Run = Callable[[], Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -36,6 +38,15 @@ def memory_errors() -> Iterator[None]:
         return
     release()
     raise reason
+
+
+def fitting(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """What is made, or `None` where the device has too little memory for it."""
+    try:
+        with memory_errors():
+            return make(*args, **kwargs)
+    except OutOfMemoryError:
+        return None
 
 
 def release() -> None:

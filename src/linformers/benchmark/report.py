@@ -32,7 +32,7 @@ from .efficiency import (
     mebibytes,
     milliseconds,
 )
-from .measure import OutOfMemoryError, best_device, memory_errors
+from .measure import best_device, fitting
 
 TASKS = ("inference", "training")
 
@@ -134,7 +134,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     mixed = settings.tokens is not None and smaller < k < n and k % smaller == 0
     models = (len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths)
     saving = f"what a smaller k saves at n={n}"
-    notes = []
+    notes: list[str] = []
     with steps(console, len(settings.tasks) * sum(count + 1 for count in models) + mixed) as begin:
         for measured in compare(
             settings.lengths,
@@ -156,12 +156,9 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         if mixed:
             begin(saving)
             sizes: dict[str, Any] = {"tokens": settings.tokens, "device": device, "dtype": dtype}
-            try:
-                with memory_errors():
-                    found = list(compare_projected_lengths(k, smaller, n, **sizes, **fields))
-                    record["projected_lengths"] = as_records(found)
-            except OutOfMemoryError:
-                notes = [f"There is too little memory to measure {saving}."]
+            found = fitting(lambda: list(compare_projected_lengths(k, smaller, n, **sizes, **fields)))
+            record["projected_lengths"] = as_records(found or [])
+            notes = [] if found else [f"There is too little memory to measure {saving}."]
 
     tables, sentences = publish(record, out, notes)
     for shown in tables:

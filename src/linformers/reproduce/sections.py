@@ -114,8 +114,8 @@ def run(
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_text(place), encoding="utf-8")
     for name in wanted:
-        if _path(name, place).is_file():
-            console.print(Markdown("\n".join(section_text(name, place))))
+        if (path := _path(name, place)).is_file():
+            console.print(Markdown("\n".join(section_text(name, json.loads(path.read_text())))))
     console.print(f"Written to {place.results} and {page}", markup=False)
     return code
 
@@ -160,8 +160,8 @@ def page_text(place: Place) -> str:
         if not path.is_file():
             lines += [f"## {title}", "", f"Missing; `linformers reproduce {name} --data DIR` fills it.", ""]
             continue
-        lines += section_text(name, place)
         record = json.loads(path.read_text())
+        lines += section_text(name, record)
         where = f"../results/{name}"
         if name == "table3":
             lines += [f"![Where E and F stand]({where}/architecture.png)", ""]
@@ -171,9 +171,9 @@ def page_text(place: Place) -> str:
     return "\n".join(lines)
 
 
-def section_text(name: str, place: Place) -> list[str]:
+def section_text(name: str, record: Mapping[str, Any]) -> list[str]:
     """What the page says of a section that is there."""
-    return [f"## {TITLES[name]}", "", *SECTIONS[name].page(json.loads(_path(name, place).read_text()))]
+    return [f"## {TITLES[name]}", "", *SECTIONS[name].page(record)]
 
 
 def origins(runs: Mapping[str, Any]) -> str:
