@@ -320,10 +320,24 @@ def test_queries_and_keys_start_alike(score, times):
     assert near / evenly == pytest.approx(times, rel=0.2)
 
 
+@pytest.mark.parametrize("positions", ["waves", "sinusoidal"])
+@pytest.mark.parametrize("sharing", ["headwise", "key-value", "layerwise"])
+def test_a_dynamic_projection_starts_as_windows(positions, sharing):
+    n, k, d = 256, 32, 256
+    sizes = {"hidden_size": d, "num_attention_heads": 4, "max_position_embeddings": n, "projected_length": k}
+    model = LinformerModel(modes.config(projection="dynamic", sharing=sharing, position_init=positions, **sizes))
+    tokens = model.embeddings(torch.randint(2, 31, (1, n)), None, None, None)
+    windows = window_matrix(n, k, n) > 0
+    for projection in model.projections:
+        E = (tokens @ projection.weight).softmax(1)[0]  # (n, k)
+        assert (E * windows).sum(0).mean() > 0.5  # chance is 1/k
+
+
 def test_what_is_loaded_is_not_started_anew(tmp_path):
-    model = LinformerForMaskedLM(modes.config())
+    model = LinformerForMaskedLM(modes.config(projection="dynamic"))
     with torch.no_grad():
         model.linformer.layers[0].attention.key.weight.add_(1)
+        model.linformer.projections[0].weight.add_(1)
     model.save_pretrained(tmp_path)
     loaded = LinformerForMaskedLM.from_pretrained(tmp_path)
     for name, weight in model.state_dict().items():

@@ -223,16 +223,23 @@ class LinformerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """As transformers does it; then keys start as copies of queries, of the size that the config asks for."""
+        """As transformers does it; then what starts as something else of the same model does.
+
+        Keys are copies of queries, of the size that the config asks for; dynamic projections know windows by their
+        positions.
+        """
         # Of modules without weights of their own transformers does not ask `_init_weights`.
-        new = [m for m in self.modules() if isinstance(m, ProjectedAttention) and not hasattr(m, "_is_hf_initialized")]
+        new = [module for module in self.modules() if not hasattr(module, "_is_hf_initialized")]
         super().initialize_weights()
-        if self.config.initial_self_score is not None:
-            for attention in new:
+        for module in new:
+            if isinstance(module, DynamicProjection) and self.config.sharing != "none":
+                positions = self.base_model.embeddings.position_embeddings.weight
+                init.copy_(module.weight, module.windows(positions))
+            elif isinstance(module, ProjectedAttention) and self.config.initial_self_score is not None:
                 # A normalised token x has |x|² = d, hence a score with itself of std² d √d_head.
-                size = attention.hidden_size * math.sqrt(attention.head_dim)
-                init.normal_(attention.query.weight, std=math.sqrt(self.config.initial_self_score / size))
-                init.copy_(attention.key.weight, attention.query.weight)
+                size = module.hidden_size * math.sqrt(module.head_dim)
+                init.normal_(module.query.weight, std=math.sqrt(self.config.initial_self_score / size))
+                init.copy_(module.key.weight, module.query.weight)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -77,6 +77,9 @@ class DynamicProjection(nn.Module):
         projected_length: k.
     """
 
+    sharpness = 28.0
+    """The score at the start of a projected token with the positions of its window, were they all of a token."""
+
     def __init__(self, channels: int, projected_length: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, projected_length))
@@ -89,6 +92,13 @@ class DynamicProjection(nn.Module):
     def forward(self, seq_len: int) -> Tensor:
         """S, whatever the length."""
         return self.weight
+
+    def windows(self, positions: Tensor) -> Tensor:
+        """The S under which each mean is mostly of one window of n/k tokens, found by their positions (n, d)."""
+        n, k = len(positions), self.weight.shape[1]
+        means = window_matrix(n, k, n, positions.device).to(positions.dtype).mT @ positions  # (k, d)
+        size = positions.square().mean().sqrt()
+        return means.mT * (self.sharpness / (positions.shape[1] * size))
 
     @torch.no_grad()
     def load_resampled(self, other: DynamicProjection) -> None:

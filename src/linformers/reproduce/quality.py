@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,26 +74,31 @@ LONGER = {name: VARIANTS[name] for name in (TWIN, "k=128", "k=256", "k=128 w=32"
 def jobs(place: Place, console: Console) -> list[Job]:
     """The first seed of all variants, further seeds, the sweep, and longer training."""
     tokens = corpus(place, "wiki", console)
-
-    def job(name: str, recipe: str, *changes: str) -> Job:
-        return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=["short_rows=0.0", *changes])
-
     found = [
         variant_job(place, tokens, name, seed)
         for seed in range(max(variant.seeds for variant in VARIANTS.values()))
         for name, variant in VARIANTS.items()
         if seed < variant.seeds
     ]
-    found += [job(sweep_name(*cell), LINFORMER, *changes) for cell, changes in SWEEP.items() if cell != KNOWN]
+    for cell, changes in SWEEP.items():
+        if cell != KNOWN:
+            found.append(replace(one(place, tokens, LINFORMER, sweep_name(*cell), changes), log_every=0))
     longer = (f"steps={LONG}", "eval_every=1000")
-    found += [job(run_name(name, 0, LONG), own.recipe, *own.changes, *longer) for name, own in LONGER.items()]
+    found += [
+        one(place, tokens, own.recipe, run_name(name, 0, LONG), (*own.changes, *longer)) for name, own in LONGER.items()
+    ]
     return found
 
 
 def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
     own = VARIANTS[name]
-    changes = ["short_rows=0.0", *own.changes, f"seed={seed}"]
-    return pretraining(place, tokens, own.recipe, group=GROUP, name=run_name(name, seed), changes=changes)
+    job = one(place, tokens, own.recipe, run_name(name, seed), [*own.changes, f"seed={seed}"])
+    return replace(job, log_every=0) if seed else job  # the first run tells the speed
+
+
+def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str]) -> Job:
+    """A run on rows of n tokens, none of them cut short."""
+    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=["short_rows=0.0", *changes])
 
 
 def run_name(variant: str, seed: int, steps: int | None = None) -> str:
