@@ -58,7 +58,7 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         layer_idx: int | None = None,
         local_window: int = 0,
-        far_weight: float = 0.01,
+        far_weight: float = 1.0,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size

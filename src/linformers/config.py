@@ -148,7 +148,7 @@ class LinformerConfig(PreTrainedConfig):
     projection_init: str = "window"
     projection_scale: float | None = None
     local_window: int | list[int] = 0
-    far_weight: float = 0.01
+    far_weight: float = 1.0
     position_init: str = "waves"
     initial_self_score: float | None = 6.5
 

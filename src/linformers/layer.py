@@ -64,7 +64,7 @@ class LinformerAttention(ProjectedAttention):
         projection_init: str = "window",
         projection_scale: float | None = None,
         local_window: int = 0,
-        far_weight: float = 0.01,
+        far_weight: float = 1.0,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
