@@ -31,10 +31,10 @@ NON_UNIFORM = [
 LOCAL = [
     {"projection": "linear", "local_window": 2},
     {"projection": "linear", "sharing": "none", "local_window": [0, 20]},
-    {"projection": "max", "local_window": 3, "far_weight": 0.5},
+    {"projection": "max", "local_window": 3},
     {"projection": "conv", "projected_length": [4, 4], "local_window": [1, 0]},
     {"projection": "none", "local_window": 2},
-    {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1, "far_weight": 2.0},
+    {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
 ]
 ALL = UNIFORM + GAUSSIAN + STRIDE + NON_UNIFORM + LOCAL
 

@@ -55,8 +55,6 @@ def _one_sequence(layer: ProjectedAttention, E: Weights, F: Weights, x: Tensor) 
             near = [j for j in range(len(x)) if abs(r - j) <= layer.local_window] if layer.local_window else []
             own_keys, own_values = torch.cat([keys, exact_keys[near]]), torch.cat([values, exact_values[near]])
             weights = torch.exp(own_keys @ query[r] / math.sqrt(dh))
-            if near:
-                weights[: len(keys)] *= layer.far_weight
             results.append(weights @ own_values / weights.sum())
         heads.append(torch.stack(results))
     return torch.cat(heads, dim=1) @ layer.output.weight.T + layer.output.bias

@@ -201,7 +201,7 @@ def test_gradients_with_dropout(k):
     for first in range(0, k, 64):
         part = spread[..., first : first + 64].contiguous()
         zeros = [torch.zeros(1, 2, length, part.shape[-1], device=DEVICE) for length in (n, k)]
-        shown.append(_attend(*zeros, part, *(None,) * 4, seed, 0, 1.0, 0.0, p)[0].transpose(1, 2) * k)
+        shown.append(_attend(*zeros, part, *(None,) * 4, seed, 0, 1.0, p)[0].transpose(1, 2) * k)
     keep = torch.cat(shown, -1)
 
     def expected(query, key, value):
@@ -209,7 +209,7 @@ def test_gradients_with_dropout(k):
         return (probs @ value).transpose(1, 2)
 
     def result(query, key, value):
-        return _attend(query, key, value, *(None,) * 4, seed, 0, d**-0.5, 0.0, p)[0]
+        return _attend(query, key, value, *(None,) * 4, seed, 0, d**-0.5, p)[0]
 
     gradient = torch.randn(1, n, 2, d, device=DEVICE)
     for own, other in zip(
@@ -246,7 +246,7 @@ def test_operator(k, masked):
     mask = torch.rand(1, 1, 1, k, device=DEVICE) < 0.5 if masked else None
     seed = torch.tensor([5], device=DEVICE) if masked else None
     torch.use_deterministic_algorithms(False)  # opcheck compares what is not written yet, too
-    library.opcheck(_attend, (*tensors(20, k), None, None, mask, None, seed, 0, 0.25, 0.0, 0.1 if masked else 0.0))
+    library.opcheck(_attend, (*tensors(20, k), None, None, mask, None, seed, 0, 0.25, 0.1 if masked else 0.0))
 
 
 def test_compiles_whole():

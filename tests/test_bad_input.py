@@ -71,7 +71,6 @@ def refused(message, error=ValueError):
         ({"projection": "liner"}, "projection='liner' is not one of"),
         ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'stride', 'gaussian'"),
         ({"window": 3}, "'window' is not a field of LinformerConfig; did you mean 'local_window'?"),
-        ({"far_weight": 0}, "far_weight=0 must be a positive number"),
         ({"initial_self_score": -1}, "initial_self_score=-1 must be a positive number or None"),
         ({"local_windows": 2}, "'local_windows' is not a field of LinformerConfig; did you mean 'local_window'?"),
         ({"position_init": "sine"}, "position_init='sine' is not one of 'waves', 'sinusoidal', 'normal'"),

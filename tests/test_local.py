@@ -7,7 +7,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from linformers import LinformerAttention
-from linformers.attention import ProjectedAttention
 from linformers.ops import attend as kernels
 from linformers.ops import reference
 from linformers.ops.local import attend_locally
@@ -33,14 +32,14 @@ def by_reference(query, key, value, mask):
 @pytest.mark.parametrize("attend", [by_sdpa, by_reference])
 @pytest.mark.parametrize("k", [0, 1, 7])
 @pytest.mark.parametrize(("n", "window"), [(1, 1), (5, 2), (16, 3), (33, 16), (50, 17), (40, 100)])
-@pytest.mark.parametrize(("masked", "shift"), [(False, 0.0), (True, 0.0), (True, -1.5)])
-def test_blocks(n, k, window, attend, masked, shift):
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks(n, k, window, attend, masked):
     inputs = tensors(n, k)
     mask = lengths = None
     if masked:
         lengths = torch.tensor([n // 2, n])
         mask = (torch.arange(k) < torch.tensor([[k // 2], [k]]))[:, None, None]
-    options = {"window": window, "mask": mask, "lengths": lengths, "shift": shift}
+    options = {"window": window, "mask": mask, "lengths": lengths}
     result, _ = attend_locally(attend, *inputs, **options)
     expected = reference.attend_locally(*inputs, **options, scaling=0.3).transpose(1, 2)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
@@ -108,14 +107,14 @@ def derive(function, inputs, gradient):
 
 
 @in_triton
-@pytest.mark.parametrize(("masked", "shift"), [(False, 0.0), (True, 0.0), (False, -2.5)])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "window"),
     [(1, 1, 1), (2, 0, 5), (63, 17, 2), (127, 128, 32), (129, 96, 64), (200, 300, 70), (70, 3, 512)],
 )
-def test_kernels(n, k, window, masked, shift):
+def test_kernels(n, k, window, masked):
     inputs = inputs_of(n, k)
-    options = {"window": window, "scaling": 0.25, "shift": shift, **(masks_of(n, k) if masked else {})}
+    options = {"window": window, "scaling": 0.25, **(masks_of(n, k) if masked else {})}
     gradient = torch.randn(2, n, 2, 16, device=DEVICE)
     own = derive(lambda *x: kernels.attend(*x, **options), inputs, gradient)
     double = [x.detach().double().requires_grad_() for x in inputs]
@@ -157,7 +156,7 @@ def test_kernels_drop_the_same_entries_in_both_passes():
 
     def run(*x):
         query, key, value, near_key, near_value = x
-        return kernels._attend(query, key, value, near_key, near_value, None, None, seed, 6, 0.25, -1.0, 0.4)[0]
+        return kernels._attend(query, key, value, near_key, near_value, None, None, seed, 6, 0.25, 0.4)[0]
 
     step = 1e-2
     ahead, behind = (run(*(x + sign * step * d for x, d in zip(inputs, directions, strict=True))) for sign in (1, -1))
@@ -199,7 +198,7 @@ def test_kernels_take_any_strides():
 @in_triton
 def test_kernels_as_operators():
     options = masks_of(30, 8)
-    arguments = (*inputs_of(30, 8), options["mask"], options["lengths"], None, 4, 0.25, -1.0, 0.0)
+    arguments = (*inputs_of(30, 8), options["mask"], options["lengths"], None, 4, 0.25, 0.0)
     library.opcheck(kernels._attend, arguments)
 
 
@@ -211,15 +210,3 @@ def test_kernels_rerun_equally():
     for _ in range(50 if ON_GPU else 2):
         again = derive(lambda *x: kernels.attend(*x, window=20, scaling=0.25), inputs, gradient)
         assert all(map(torch.equal, first, again))
-
-
-@pytest.mark.parametrize(("far_weight", "share"), [(1, 4 / 9), (0.25, 1 / 6), (0.625, 1 / 3)])
-def test_what_projected_keys_weigh(far_weight, share):
-    """Where all scores are equal, 4 projected keys stand beside the 5 exact ones of a window of 2."""
-    layer = LinformerAttention(16, 4, 24, 4, local_window=2, far_weight=far_weight, attn_implementation="eager")
-    torch.nn.init.zeros_(layer.query.weight)
-    torch.nn.init.zeros_(layer.query.bias)
-    _, probs = ProjectedAttention.forward(
-        layer, torch.randn(1, 24, 16), *layer.projections(24)[0], attn_implementation="eager"
-    )
-    assert probs[0, :, 10, :4].sum(-1).tolist() == pytest.approx([share] * 4)

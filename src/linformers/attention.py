@@ -2,7 +2,6 @@ r"""Multi-head linear attention, equation 7: $\mathrm{softmax}(Q W_Q (E^T K W_K)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ class ProjectedAttention(nn.Module):
 
     The biases are added after projecting. Where one E serves all heads it commutes with W, and $(E^T x) W$ costs k
     rows of W instead of n; otherwise the order is the paper's, $E^T (x W)$. With a local window, each query also sees,
-    in the same softmax, the exact keys $x W_K + b_K$ at most w positions away; projected keys may weigh less than they.
+    in the same softmax, the exact keys $x W_K + b_K$ at most w positions away.
 
     Args:
         hidden_size: d, the channels of input and output.
@@ -44,7 +43,6 @@ class ProjectedAttention(nn.Module):
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         layer_idx: the number of the layer in its model, if it has one.
         local_window: w, or 0 for none.
-        far_weight: what a projected key weighs beside an exact one of equal score.
     """
 
     is_causal = False  # transformers' attention functions read it
@@ -58,7 +56,6 @@ class ProjectedAttention(nn.Module):
         dropout: float = 0.0,
         layer_idx: int | None = None,
         local_window: int = 0,
-        far_weight: float = 1.0,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -70,7 +67,6 @@ class ProjectedAttention(nn.Module):
         self.dropout = dropout
         self.layer_idx = layer_idx
         self.local_window = local_window
-        self.far_weight = far_weight
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -207,7 +203,6 @@ class ProjectedAttention(nn.Module):
             return attend_all(query, key, value, mask)
         inputs = (query, key, value, near_key, near_value)
         options: dict[str, Any] = {"window": self.local_window, "mask": mask, "lengths": lengths}
-        options["shift"] = math.log(self.far_weight)
         if name == TRITON:
             if use_triton(query, key, mask, local=True):
                 return attend(*inputs, **options, scaling=self.scaling, dropout=dropout), None

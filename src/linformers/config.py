@@ -96,9 +96,6 @@ class LinformerConfig(PreTrainedConfig):
             keys at all, only those in the local window.
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
             or one per layer; 0 is the paper's model.
-        far_weight: with a local window, what a projected key weighs in the softmax beside an exact key of equal score:
-            log(far_weight) is added to its score. At 1, 128 projected keys outweigh the 65 of a window of 32 before
-            anything is learned.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"stride"` with one token of
             each window as it is (another one in the next layer and, where heads have their own E, in the next head),
             `"gaussian"` as $N(0, 1/n)$.
@@ -148,7 +145,6 @@ class LinformerConfig(PreTrainedConfig):
     projection_init: str = "window"
     projection_scale: float | None = None
     local_window: int | list[int] = 0
-    far_weight: float = 1.0
     position_init: str = "waves"
     initial_self_score: float | None = 6.5
 
@@ -230,7 +226,6 @@ class LinformerConfig(PreTrainedConfig):
             )
         for window in self.local_windows if isinstance(self.local_window, int | list) else [self.local_window]:
             check_window(window, self.projection)
-        check_positive("far_weight", self.far_weight)
         if self.initial_self_score is not None:
             check_positive("initial_self_score", self.initial_self_score, " or None")
         if self.projection not in FIXED_LENGTHS:

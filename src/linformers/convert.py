@@ -54,7 +54,6 @@ PROJECTION_FIELDS = (
     "projection_init",
     "projection_scale",
     "local_window",
-    "far_weight",
 )
 
 # Parts of RoBERTa's parameter names and ours, replaced in this order.

@@ -152,7 +152,6 @@ class LinformerLayer(GradientCheckpointingLayer):
             config.attention_probs_dropout_prob,
             layer_idx,
             config.local_windows[layer_idx],
-            config.far_weight,
         )
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)

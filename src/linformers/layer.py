@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .attention import ProjectedAttention, check_attention, ranks_of
-from .checks import check_choice, check_positive, check_probability, check_shape, check_size, refuse_length
+from .checks import check_choice, check_probability, check_shape, check_size, refuse_length
 from .config import (
     FIXED_LENGTHS,
     NO_CAUSAL,
@@ -46,7 +46,6 @@ class LinformerAttention(ProjectedAttention):
         projection_init: `"window"`, `"stride"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
-        far_weight: with a local window, what a projected key weighs beside an exact one of equal score.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
             other that transformers knows.
@@ -64,7 +63,6 @@ class LinformerAttention(ProjectedAttention):
         projection_init: str = "window",
         projection_scale: float | None = None,
         local_window: int = 0,
-        far_weight: float = 1.0,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
@@ -78,7 +76,6 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
         check_window(plain(local_window), projection)
-        check_positive("far_weight", far_weight)
         check_attention(attn_implementation)
         lengths = plain(projected_length)
         if not isinstance(lengths, list):
@@ -98,7 +95,6 @@ class LinformerAttention(ProjectedAttention):
             sequence_map(projection, max_length, projection_init),
             dropout,
             local_window=plain(local_window),
-            far_weight=far_weight,
         )
         self.max_length = max_length
         self.attn_implementation = attn_implementation

@@ -27,7 +27,6 @@ def attend(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     scaling: float,
-    shift: float = 0.0,
     dropout: float = 0.0,
 ) -> Tensor:
     r"""$\bar P\,V$ as in `reference.attend` and `reference.attend_locally`, computed by Triton kernels.
@@ -42,7 +41,6 @@ def attend(
         mask: true where a projected key may be seen, (b or 1, h or 1, 1, k). Who may see none gets zeros.
         lengths: the number of real tokens in each row, (b,); exact keys beyond are not seen.
         scaling: usually $d_{head}^{-1/2}$.
-        shift: what is added to the scores of projected keys, where there is a local window.
         dropout: the probability with which an entry of $\bar P$ is dropped.
 
     Returns:
@@ -51,7 +49,7 @@ def attend(
     seed = None
     if dropout > 0:  # drawn on the device, so that nothing waits, and again when a checkpointed layer is replayed
         seed = torch.randint(2**62, (1,), device=query.device)
-    output, _ = _attend(query, key, value, near_key, near_value, mask, lengths, seed, window, scaling, shift, dropout)
+    output, _ = _attend(query, key, value, near_key, near_value, mask, lengths, seed, window, scaling, dropout)
     return output
 
 
@@ -67,7 +65,6 @@ def _attend(
     seed: Tensor | None,
     window: int,
     scaling: float,
-    shift: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """The output (b, n, h, d_head) and, unless the keys are few, the log-sum-exp of each row (b, h, n)."""
@@ -77,13 +74,13 @@ def _attend(
         out = computable(output)
         tensors = _inputs(query, key, value, near_key, near_value, mask, lengths, seed)
         tensors |= {"OUT": out, "LSE": None if are_few(key, near_key) else lse}
-        plan(kernel, Shapes.of(tensors, window, scaling, shift, dropout)).run(tensors)
+        plan(kernel, Shapes.of(tensors, window, scaling, dropout)).run(tensors)
         give(out, output)
     return output, lse
 
 
 @_attend.register_fake
-def _(query, key, value, near_key, *others):  # type: ignore[no-untyped-def]
+def _(query, key, value, near_key, near_value, mask, lengths, seed, window, scaling, dropout):  # type: ignore[no-untyped-def]
     return _empty_outputs(query, key, near_key)
 
 
@@ -102,7 +99,6 @@ def _attend_backward(
     lse: Tensor | None,
     window: int,
     scaling: float,
-    shift: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, (b, n, h, d_head), of key and value, (2, b, k, h, d_head), and of the exact ones."""
@@ -122,7 +118,7 @@ def _attend_backward(
             kernels = ["backward_many_queries"]
             kernels += ["backward_near"] if near_key is not None else []
             kernels += ["backward_many_keys"] if key.numel() else []
-    shapes = Shapes.of(tensors, window, scaling, shift, dropout)
+    shapes = Shapes.of(tensors, window, scaling, dropout)
     plans = [plan(kernel, shapes) for kernel in kernels]
 
     # Each share of the queries writes its part of the gradients of keys and values. The parts are added in a fixed
@@ -162,7 +158,7 @@ def _inputs(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.scaling, ctx.shift, ctx.dropout = inputs
+    *tensors, ctx.window, ctx.scaling, ctx.dropout = inputs
     _, key, _, near_key, *_ = tensors
     ctx.save_for_backward(*tensors, *((None, None) if are_few(key, near_key) else output))
     ctx.set_materialize_grads(False)
@@ -170,11 +166,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
-        return (None,) * 12
-    numbers = ctx.window, ctx.scaling, ctx.shift, ctx.dropout
-    of_query, of_keys, of_near = _attend_backward(gradient, *ctx.saved_tensors, *numbers)
+        return (None,) * 11
+    of_query, of_keys, of_near = _attend_backward(gradient, *ctx.saved_tensors, ctx.window, ctx.scaling, ctx.dropout)
     near = of_near.transpose(2, 3) if ctx.window else (None, None)
-    return of_query.transpose(1, 2), *of_keys.transpose(2, 3), *near, *(None,) * 7
+    return of_query.transpose(1, 2), *of_keys.transpose(2, 3), *near, *(None,) * 6
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)

@@ -27,21 +27,17 @@ class Shapes(NamedTuple):
     device: torch.device
     window: int
     scaling: float
-    shift: float
     dropout: float
     exact: bool
 
     @classmethod
-    def of(
-        cls, tensors: Mapping[str, Tensor | None], window: int, scaling: float, shift: float, dropout: float
-    ) -> Shapes:
+    def of(cls, tensors: Mapping[str, Tensor | None], window: int, scaling: float, dropout: float) -> Shapes:
         query, key = tensors["Q"], tensors["K"]
         assert query is not None
         assert key is not None
         strides = tuple(None if (x := tensors.get(name)) is None else x.stride() for name in STRIDES)
         exact = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-        types = query.dtype, query.device
-        return cls(query.shape, key.shape[2], strides, *types, window, scaling, shift, dropout, exact)
+        return cls(query.shape, key.shape[2], strides, query.dtype, query.device, window, scaling, dropout, exact)
 
 
 class Plan:
@@ -75,8 +71,6 @@ class Plan:
         else:
             self.programs = b * h * (ceil_div(n, tile.near) if name == "backward_near" else tiles)
 
-        has_mask = shapes.strides[list(STRIDES).index("MASK")] is not None
-        even_k = d == channels and k % tile.keys == 0
         arguments: dict[str, Any] = {
             "heads": h,
             "splits": self.splits,
@@ -84,7 +78,6 @@ class Plan:
             "k": k,
             "window": shapes.window,
             "scale": shapes.scaling / math.log(2),
-            "shift": shapes.shift / math.log(2),
             "scaling": shapes.scaling,
             "threshold": min(round(shapes.dropout * 2**31), 2**31 - 1),
             "rescale": 1 / (1 - shapes.dropout) if shapes.dropout < 1 else 0.0,
@@ -96,11 +89,10 @@ class Plan:
             "BLOCK_K": tile.keys,
             "BLOCK_W": tile.near,
             "BLOCK_D": channels,
-            "HAS_MASK": has_mask,
-            "HIDES": has_mask or not even_k or shapes.shift != 0,
+            "HAS_MASK": shapes.strides[list(STRIDES).index("MASK")] is not None,
             "DROPOUT": shapes.dropout > 0,
             "EVEN": d == channels and n % tile.queries == 0,
-            "EVEN_K": even_k,
+            "EVEN_K": d == channels and k % tile.keys == 0,
             "PRECISION": "ieee" if shapes.exact else "tf32",
             "STAGES": tile.stages,
         }

@@ -25,13 +25,11 @@ def attend_locally(
     window: int,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
-    shift: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     r"""`reference.attend_locally`, by an `attend` that is given blocks of queries and all keys that they may see.
 
     Args:
-        attend: makes of queries, keys, values and a mask (b, 1, s, K), true at what is seen or added to the scores, the
-            result (b, s, h, d_head) and maybe $\bar P$.
+        attend: makes of queries, keys, values and a mask (b, 1, s, K) the result (b, s, h, d_head) and maybe $\bar P$.
         query: (b, h, n, d_head), sorted by rank.
         key: the projected keys, (b, h, k, d_head).
         value: the projected values, (b, h, k, d_head).
@@ -40,7 +38,6 @@ def attend_locally(
         window: w, how many positions away a query sees exact keys.
         mask: true where a projected key may be seen, (b or 1, 1, 1, k).
         lengths: the number of real tokens in each row, (b,).
-        shift: what is added to the scores of the projected keys.
 
     Returns:
         The result (b, n, h, d_head) and, where `attend` gives it, $\bar P$ (b, h, n, k + 2w + 1): of the projected
@@ -69,11 +66,7 @@ def attend_locally(
     sees_something = visible.any(-1, keepdim=True)
     # Whoever sees nothing looks at anything, since some kernels make NaN of it, and gets zeros afterwards.
     queries = cut(query).flatten(0, 1).transpose(1, 2)
-    shown = visible | ~sees_something
-    if shift:
-        shifts = torch.cat([query.new_full((k,), shift), query.new_zeros(3 * size)])
-        shown = torch.where(shown, shifts, -torch.inf)
-    result, probs = attend(queries, join(key, near_key), join(value, near_value), shown)
+    result, probs = attend(queries, join(key, near_key), join(value, near_value), visible | ~sees_something)
     result = torch.where(sees_something.transpose(1, 2), result, 0).unflatten(0, (b, count)).flatten(1, 2)[:, :n]
     if probs is None:
         return result, None

@@ -22,8 +22,8 @@ def attend(
         query: (b, h, n, d_head).
         key: the projected keys $E^T K W_K$, (b, h, k, d_head).
         value: the projected values $F^T V W_V$, (b, h, k, d_head).
-        mask: true where a projected key may be seen, broadcastable to (b, h, n, k), or what is added to the scores,
-            -inf where it may not. A query that may see none gets zeros.
+        mask: true where a projected key may be seen, broadcastable to (b, h, n, k). A query that may see none
+            gets zeros.
         scaling: usually $d_{head}^{-1/2}$.
         dropout: the probability with which an entry of $\bar P$ is dropped.
 
@@ -31,16 +31,11 @@ def attend(
         The result (b, h, n, d_head) and $\bar P$ (b, h, n, k), which is exactly 0 where `mask` is false.
     """
     dtype, precise = query.dtype, torch.promote_types(query.dtype, torch.float32)
-    added = None
-    if mask is not None and mask.is_floating_point():
-        added, mask = mask, mask > -torch.inf
     # Autocast would round scores to half precision, and unscaled ones can exceed what float16 holds.
     device = query.device.type
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         query, key, value = (x.to(precise) for x in (query, key, value))
         scores = query @ key.mT * scaling  # (b, h, n, k)
-        if added is not None:
-            scores = scores + added
         if mask is not None:
             # The lowest finite score, not -inf: a row without any visible key must not turn into NaN.
             scores = scores.masked_fill(~mask, torch.finfo(precise).min)
@@ -62,7 +57,6 @@ def attend_locally(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     scaling: float,
-    shift: float = 0.0,
 ) -> Tensor:
     r"""One softmax over the k projected keys and the exact keys at most `window` positions away.
 
@@ -76,7 +70,6 @@ def attend_locally(
         mask: true where a projected key may be seen, (b or 1, 1, 1, k).
         lengths: the number of real tokens in each row, (b,).
         scaling: usually $d_{head}^{-1/2}$.
-        shift: what is added to the scores of the projected keys.
 
     Returns:
         The result (b, h, n, d_head). Scores are (n, k + n) here; `local.attend_locally` has linear cost.
@@ -88,7 +81,5 @@ def attend_locally(
         near = near & (places < lengths[:, None, None, None])
     slots = torch.ones(1, 1, 1, k, dtype=torch.bool, device=query.device) if mask is None else mask
     seen = torch.cat([slots.expand(b, 1, n, k), near.expand(b, 1, n, n)], -1)
-    shifts = torch.cat([query.new_full((k,), shift), query.new_zeros(n)])
-    added = torch.where(seen, shifts, -torch.inf)
     keys, values = torch.cat([key, near_key], 2), torch.cat([value, near_value], 2)
-    return attend(query, keys, values, added, scaling=scaling)[0]
+    return attend(query, keys, values, seen, scaling=scaling)[0]

@@ -52,7 +52,6 @@ VARIANTS = {
     "k=256, plain start": Variant("n512-k256-layerwise", PLAIN, 1),
     "k=64 w=32, plain start": Variant("n512-k128-w32", ("model.projected_length=64", *PLAIN), 1),
     "window alone, w=32, plain start": Variant("n512-k128-w32", ("model.projection=none", *PLAIN), 1),
-    "k=128 w=32, all keys alike": Variant("n512-k128-w32", ("model.far_weight=1.0",), 1),
     "k=128 w=32 dynamic": Variant("n512-k128-w32", ("model.projection=dynamic",), 1),
     "k=128 headwise, strides": Variant("n512-k128-headwise", ("model.projection_init=stride",), 1),
 }

@@ -35,9 +35,9 @@ def _take_in(
     if HIDES:
         scores += hidden  # (n, k) or (1, k)
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    probs = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(top - base)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    probs = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(top - shift)
     total = total * shrink + tl.sum(probs, 1)
     if DROPOUT:
         probs = tl.where(survives(query_keys[:, None], slot_keys[None, :], threshold), probs, 0.0)
@@ -48,11 +48,11 @@ def _take_in(
 @triton.jit
 def forward_many(
     Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, OUT, LSE,
-    heads, n, k, window, scale, shift, threshold, rescale,
+    heads, n, k, window, scale, threshold, rescale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
     nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
-    HAS_MASK: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """OUT = P̄ V and the log-sum-exp (in base 2) for one block of queries of one head, in a walk over its keys.
@@ -75,11 +75,11 @@ def forward_many(
     for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         keys = load_rows(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
         values = load_rows(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-        hidden = shift + hide_slots(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+        hidden = hide_slots(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
         slot_keys = keys_of_slots(seed, slot + slots) if DROPOUT else 0
         top, total, out = _take_in(
             queries, keys, values, hidden[None, :], query_keys, slot_keys, top, total, out, scale, threshold,
-            HIDES, DROPOUT, PRECISION,
+            HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
         )  # fmt: skip
     if NEAR_K is not None:
         NEAR_K += batch * nk_b + head * nk_h
@@ -123,11 +123,11 @@ def _of_queries(
 @triton.jit
 def backward_many_queries(
     Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, OUT, LSE, DOUT, DQ, DELTA,
-    heads, n, k, window, scale, shift, scaling, threshold, rescale,
+    heads, n, k, window, scale, scaling, threshold, rescale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k,
     nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d, o_b, o_h, o_n, o_d,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
-    HAS_MASK: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one block of queries, and DELTA, the sum of OUT · DOUT over the channels of each of them."""
@@ -151,11 +151,11 @@ def backward_many_queries(
     for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         keys = load_rows(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
         values = load_rows(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-        hidden = shift + hide_slots(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+        hidden = hide_slots(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
         slot_keys = keys_of_slots(seed, slot + slots) if DROPOUT else 0
         query_gradient = _of_queries(
             queries, out_gradient, lse, delta, query_keys, keys, values, hidden[None, :], slot_keys, query_gradient,
-            scale, threshold, rescale, HIDES, DROPOUT, PRECISION,
+            scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
         )  # fmt: skip
     if NEAR_K is not None:
         NEAR_K += batch * nk_b + head * nk_h
@@ -218,10 +218,10 @@ def backward_near(
 @triton.jit
 def backward_many_keys(
     Q, K, V, MASK, SEED, LSE, DELTA, DOUT, PARTS,
-    heads, splits, n, k, scale, shift, scaling, threshold, rescale,
+    heads, splits, n, k, scale, scaling, threshold, rescale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, part, value_part,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_MASK: tl.constexpr, HIDES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one block of keys and values from a share of the queries."""
@@ -233,7 +233,7 @@ def backward_many_keys(
     rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     keys = load_rows(K + batch * k_b + head * k_h, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
     values = load_rows(V + batch * v_b + head * v_h, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-    hidden = shift + hide_slots(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+    hidden = hide_slots(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
     seed = tl.load(SEED) if DROPOUT else 0
     slot_keys = keys_of_slots(seed, slot + slots) if DROPOUT else 0
     Q += batch * q_b + head * q_h
@@ -249,7 +249,7 @@ def backward_many_keys(
         query_keys = keys_of_queries(seed, number, start + rows) if DROPOUT else 0
         key_gradient, value_gradient, _ = gradients_of_keys(
             queries, out_gradient, lse, delta, query_keys, keys, values, hidden[:, None], slot_keys,
-            key_gradient, value_gradient, scale, threshold, rescale, HIDES, DROPOUT, PRECISION,
+            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
         )  # fmt: skip
     PARTS += split.to(tl.int64) * part + (batch * k * heads + head) * D
     store_rows(PARTS, slot, heads * D, k, slots, columns, key_gradient * scaling, D)
