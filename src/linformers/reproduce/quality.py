@@ -92,7 +92,8 @@ def jobs(place: Place, console: Console) -> list[Job]:
 def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
     own = VARIANTS[name]
     job = one(place, tokens, own.recipe, run_name(name, seed), [*own.changes, f"seed={seed}"])
-    return replace(job, log_every=0) if seed else job  # the first run tells the speed
+    # The speed is needed once, and only of what is drawn against time.
+    return job if seed == 0 and own.seeds > 1 else replace(job, log_every=0)
 
 
 def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str]) -> Job:
