@@ -91,10 +91,12 @@ def pretraining(
     name: str = "",
     changes: Sequence[str] = (),
     shrink: bool = True,
+    timed: bool = False,
 ) -> Job:
     """A run of `linformers pretrain`; its record is `group`/`name`, which is by default the recipe's name.
 
-    Where everything is tiny, k and w shrink as n does, unless `changes` has done that.
+    Where everything is tiny, k and w shrink as n does, unless `changes` has done that. A run that is not timed never
+    has the machine to itself, so its speed is not known.
     """
     name = f"{group}/{name or recipe_name}"
     out = place.runs / name
@@ -110,9 +112,9 @@ def pretraining(
         name=name,
         arguments=["pretrain", str(path), *every],
         decides={"recipe": _deciding(recipe), "corpus": Corpus.open(tokens).hash},
-        collect=lambda: pretrained(out, recipe),
+        collect=lambda: pretrained(out, recipe) | ({} if timed else {"tokens_per_second": None}),
         steps=(recipe.steps, lambda: _last_step(out)),
-        log_every=recipe.log_every,
+        log_every=recipe.log_every if timed else 0,
     )
 
 

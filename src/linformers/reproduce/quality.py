@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +80,7 @@ def jobs(place: Place, console: Console) -> list[Job]:
     ]
     for cell, changes in SWEEP.items():
         if cell != KNOWN:
-            found.append(replace(one(place, tokens, LINFORMER, sweep_name(*cell), changes), log_every=0))
+            found.append(one(place, tokens, LINFORMER, sweep_name(*cell), changes))
     longer = (f"steps={LONG}", "eval_every=1000")
     found += [
         one(place, tokens, own.recipe, run_name(name, 0, LONG), (*own.changes, *longer)) for name, own in LONGER.items()
@@ -91,14 +90,15 @@ def jobs(place: Place, console: Console) -> list[Job]:
 
 def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
     own = VARIANTS[name]
-    job = one(place, tokens, own.recipe, run_name(name, seed), [*own.changes, f"seed={seed}"])
     # The speed is needed once, and only of what is drawn against time.
-    return job if seed == 0 and own.seeds > 1 else replace(job, log_every=0)
+    timed = seed == 0 and own.seeds > 1
+    return one(place, tokens, own.recipe, run_name(name, seed), [*own.changes, f"seed={seed}"], timed)
 
 
-def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str]) -> Job:
+def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str], timed: bool = False) -> Job:
     """A run on rows of n tokens, none of them cut short."""
-    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=["short_rows=0.0", *changes])
+    changes = ["short_rows=0.0", *changes]
+    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=changes, timed=timed)
 
 
 def run_name(variant: str, seed: int, steps: int | None = None) -> str:
