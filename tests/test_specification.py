@@ -299,6 +299,20 @@ def test_positions_start_as_waves_or_as_noise(position_init):
         assert slowest[-1] == pytest.approx(255 / (256 if position_init == "waves" else 10000) ** (62 / 64), rel=1e-3)
 
 
+def self_score(layer):
+    """The mean score of random normalised tokens with themselves."""
+    query = layer.attention.query.weight
+    tokens = torch.nn.functional.layer_norm(torch.randn(100, 256), (256,))
+    return ((tokens @ query.T).square().sum(-1) / 4 / math.sqrt(64)).mean().item()
+
+
+@pytest.mark.parametrize(("fields", "times"), [({}, 2), ({"local_window": 4}, 1), ({"projected_length": 256}, 1)])
+def test_blurred_keys_start_with_larger_scores(fields, times):
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256, "projected_length": 64}
+    model = LinformerModel(modes.config(initial_self_score=3.0, **{**sizes, **fields}))
+    assert self_score(model.layers[0]) == pytest.approx(3.0 * times, rel=0.1)
+
+
 @pytest.mark.parametrize(("score", "times"), [(None, 1), (2.0, 1.4), (6.5, 3.7)])
 def test_queries_and_keys_start_alike(score, times):
     fields = {"hidden_size": 256, "num_attention_heads": 4, "norm_first": True, "projection": "identity"}
@@ -310,9 +324,7 @@ def test_queries_and_keys_start_alike(score, times):
         if score is None:
             assert query.std().item() == pytest.approx(model.config.initializer_range, rel=0.05)
             continue
-        tokens = torch.nn.functional.layer_norm(torch.randn(100, 256), (256,))
-        scores = (tokens @ query.T).square().sum(-1) / 4 / math.sqrt(64)
-        assert scores.mean().item() == pytest.approx(score, rel=0.1)
+        assert self_score(layer) == pytest.approx(score, rel=0.1)
     # So attention starts near its own position.
     probs = model(torch.randint(2, 31, (1, 256)), output_attentions=True).attentions[0][0].mean(0)
     distance = (torch.arange(256)[:, None] - torch.arange(256)).abs()

@@ -72,6 +72,12 @@ class ProjectedAttention(nn.Module):
         self.value = nn.Linear(hidden_size, hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
 
+    @property
+    def tokens_per_key(self) -> float:
+        """How many tokens the finest keys hold: 1 where there are exact ones, n/k otherwise."""
+        finest = max(group.projected_length for group in self.groups)
+        return 1 if self.local_window else self.sequence_map.max_length / finest
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -104,8 +104,8 @@ class LinformerConfig(PreTrainedConfig):
         position_init: learned positions start as sines and cosines, whose wavelengths reach 2πn tokens under `"waves"`
             and 20,000π under `"sinusoidal"`, as in Vaswani et al. (2017), or as `"normal"` noise, as RoBERTa's do.
         initial_self_score: queries and keys start alike, at a scale at which a token's score with itself is about this:
-            attention starts near its own position instead of everywhere. `None`: they start independently, as
-            RoBERTa's do.
+            attention starts near its own position instead of everywhere. Among projected keys alone, each the mean of
+            n/k tokens, it is $\sqrt{n/k}$ times as much. `None`: they start independently, as RoBERTa's do.
         embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.
         norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
         sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.

@@ -237,7 +237,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
             elif isinstance(module, ProjectedAttention) and self.config.initial_self_score is not None:
                 # A normalised token x has |x|² = d, hence a score with itself of std² d √d_head.
                 size = module.hidden_size * math.sqrt(module.head_dim)
-                init.normal_(module.query.weight, std=math.sqrt(self.config.initial_self_score / size))
+                score = self.config.initial_self_score * math.sqrt(module.tokens_per_key)
+                init.normal_(module.query.weight, std=math.sqrt(score / size))
                 init.copy_(module.key.weight, module.query.weight)
 
     @classmethod

@@ -42,6 +42,7 @@ VARIANTS = {
     "k=256": Variant("n512-k256-layerwise"),
     "k=128": Variant(LINFORMER),
     "k=128 headwise": Variant("n512-k128-headwise"),
+    "k=128 headwise, strides": Variant("n512-k128-headwise", ("model.projection_init=stride",)),
     "k=128 dynamic": Variant(LINFORMER, ("model.projection=dynamic",)),
     PLAIN_TWIN: Variant("n512-twin", PLAIN),
     "k=128 w=32, plain start": Variant("n512-k128-w32", PLAIN),
@@ -52,7 +53,6 @@ VARIANTS = {
     "k=64 w=32, plain start": Variant("n512-k128-w32", ("model.projected_length=64", *PLAIN), 1),
     "window alone, w=32, plain start": Variant("n512-k128-w32", ("model.projection=none", *PLAIN), 1),
     "k=128 w=32 dynamic": Variant("n512-k128-w32", ("model.projection=dynamic",), 1),
-    "k=128 headwise, strides": Variant("n512-k128-headwise", ("model.projection_init=stride",), 1),
 }
 # The cells that were missing of learning rate of E × its initial values × those of the positions.
 SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
