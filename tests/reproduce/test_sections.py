@@ -183,7 +183,9 @@ def test_a_corpus_of_other_text_is_refused(data, tmp_path):
     made = corpus(place, "wiki", QUIET)
     assert corpus(place, "wiki", QUIET) == corpus(Place(None, runs=tmp_path, small=True), "wiki", QUIET) == made
     other = tmp_path / "other"
-    (other / "wiki").mkdir(parents=True)
+    (other / "imdb").mkdir(parents=True)  # tasks alone say nothing of the text
+    assert corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET) == made
+    (other / "wiki").mkdir()
     with pytest.raises(ValueError, match="has no wiki with files called train"):
         corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET)
     for name in ("train-0.jsonl", "validation.jsonl"):

@@ -57,10 +57,11 @@ class Place:
 
 
 def corpus(place: Place, name: str, console: Console) -> Path:
-    """A corpus of tokens, made of the raw text unless it is there; one of other text is refused."""
+    """A corpus of tokens, made of the raw text unless it is there; one of other text than is there is refused."""
     out = place.runs / "corpora" / name
     made = (out / MANIFEST).exists()
-    if made and place.data is None:
+    has_text = place.data is not None and any((place.data / folder).exists() for folder in CORPORA[name])
+    if made and not has_text:
         return out
     training, validation = [], []
     for folder, most in CORPORA[name].items():
