@@ -23,3 +23,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Short inputs make several blocks of a local window, too."""
+    monkeypatch.setattr("linformers.ops.local.SMALLEST_BLOCK", 16)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linformers import LinformerAttention
 from linformers.ops import attend as kernels
-from linformers.ops import reference
+from linformers.ops import local, reference
 from linformers.ops.local import attend_locally
 
 ON_GPU = torch.cuda.is_available()
@@ -30,10 +30,12 @@ def by_reference(query, key, value, mask):
 
 
 @pytest.mark.parametrize("attend", [by_sdpa, by_reference])
+@pytest.mark.parametrize("block", [16, local.SMALLEST_BLOCK])
 @pytest.mark.parametrize("k", [0, 1, 7])
-@pytest.mark.parametrize(("n", "window"), [(1, 1), (5, 2), (16, 3), (33, 16), (50, 17), (40, 100)])
+@pytest.mark.parametrize(("n", "window"), [(1, 1), (5, 2), (16, 3), (33, 16), (50, 17), (40, 100), (150, 70)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_blocks(n, k, window, attend, masked):
+def test_blocks(n, k, window, attend, masked, block, monkeypatch):
+    monkeypatch.setattr(local, "SMALLEST_BLOCK", block)
     inputs = tensors(n, k)
     mask = lengths = None
     if masked:

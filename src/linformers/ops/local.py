@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Smaller blocks would not pay: a window of w needs blocks of at least w queries.
-SMALLEST_BLOCK = 16
+# A window of w needs blocks of at least w queries. Larger ones see more keys in vain, smaller ones copy more keys.
+SMALLEST_BLOCK = 64
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
