@@ -52,14 +52,14 @@ def test_demo(small, tmp_path, monkeypatch):
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     text = shown.file.getvalue()
     table = {row[0]: row[1:] for row in re.findall(r"│ (\w[\w ]+?) +│ ([\d.]+) +│ ([\d,]*) +│", text)}
-    assert table.keys() == {"Transformer", "Linformer", "without context"}
+    assert table.keys() == {*demo.MODELS, "without context"}
     assert 100 < float(table["Linformer"][0]) < 1000
     assert "linformers predict --model" in text
-    own, twin = (
-        json.loads((tmp_path / name / "run.json").read_text())["recipe"] for name in ("linformer-3", "transformer-3")
-    )
-    assert own["model"].pop("projection") != twin["model"].pop("projection")
-    assert {**own, "out": ""} == {**twin, "out": ""}
+    names = ("linformer-3", "linformer-with-a-window-3", "transformer-3")
+    own, local, twin = (json.loads((tmp_path / name / "run.json").read_text())["recipe"] for name in names)
+    assert own["model"] | {"local_window": 8} == local["model"]
+    assert own["model"] | {"projection": "identity"} == twin["model"]
+    assert {**own, "out": "", "model": {}} == {**twin, "out": "", "model": {}} == {**local, "out": "", "model": {}}
 
 
 @pytest.mark.parametrize(

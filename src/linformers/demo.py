@@ -34,7 +34,12 @@ SIZE: dict[str, Any] = {
 }
 LENGTHS, TOKENS, PROJECTED = (256, 512, 1024, 2048, 4096), 8192, 64
 TRAIN_LENGTH, TRAIN_PROJECTED, BATCH, VOCABULARY = 512, 128, 4, 2048
-TWINS = {"Transformer": "identity", "Linformer": "linear"}
+WINDOW = "Linformer with a window"
+MODELS: dict[str, dict[str, Any]] = {
+    "Transformer": {"projection": "identity"},
+    "Linformer": {},
+    WINDOW: {"local_window": 8},
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def run(steps: int, out: Path, console: Console) -> int:
         files = [str(path) for path in standard_library()]
         prepare(files, out / "corpus", vocab_size=VOCABULARY, validation_share=0.03, console=console)
     corpus, results = Corpus.open(out / "corpus"), {}
-    for name in TWINS:
+    for name in MODELS:
         own = recipe(name, steps, out)
         code = pretrain.run(own, console, "linformers demo")
         if code:
@@ -75,7 +80,7 @@ def run(steps: int, out: Path, console: Console) -> int:
     figure = out / "demo.png"
     losses = {name: [(r["step"], r["loss"]) for r in result.records if "loss" in r] for name, result in results.items()}
     plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), figure, losses)
-    model = Path(recipe("Linformer", steps, out).out) / "model"
+    model = Path(recipe(WINDOW, steps, out).out) / "model"
     console.print(f"\nThe figure: [bold]{figure}[/bold]. What to try next:")
     # `make demo` runs in an environment that the shell knows nothing of.
     activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
@@ -91,18 +96,18 @@ def run(steps: int, out: Path, console: Console) -> int:
 
 
 def recipe(name: str, steps: int, out: Path) -> Recipe:
-    """The two differ in the projection alone."""
+    """Models differ in the projection, and in whether there is a local window, alone."""
     return Recipe(
         data=str(out / "corpus"),
-        out=str(out / f"{name.lower()}-{steps}"),
+        out=str(out / f"{name.lower().replace(' ', '-')}-{steps}"),
         model={
             **SIZE,
             "max_position_embeddings": TRAIN_LENGTH,
             "projected_length": TRAIN_PROJECTED,
-            "projection": TWINS[name],
             "norm_first": True,
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
+            **MODELS[name],
         },
         steps=steps,
         batch_size=BATCH,
@@ -150,7 +155,8 @@ def result_of(recipe: Recipe, corpus: Corpus) -> Result:
 
 def training_table(results: dict[str, Result], corpus: Corpus) -> Table:
     table = Table("", "perplexity", "tokens/s", "memory of a step")
-    table.title = f"n={TRAIN_LENGTH}, k={TRAIN_PROJECTED}; the two differ in the projection alone"
+    w = MODELS[WINDOW]["local_window"]
+    table.title = f"n={TRAIN_LENGTH}, k={TRAIN_PROJECTED}; in the window, exact keys at most {w} tokens away"
     for name, result in results.items():
         memory = f"{result.peak_bytes / 2**20:.0f} MiB"
         table.add_row(name, f"{result.perplexity:.1f}", f"{result.tokens_per_second:,.0f}", memory)
