@@ -515,6 +515,40 @@ def test_resumed_order_is_that_of_the_whole_run(start):
     assert drawn(EpochOrder(encoded(50), 7, 150), reversed(range(150))) == whole[::-1]
 
 
+@pytest.mark.parametrize(("rows", "batch"), [(1, 4), (50, 8), (97, 5), (64, 4), (640, 10)])
+def test_batches_hold_rows_of_similar_lengths(rows, batch):
+    lengths = np.random.default_rng(0).integers(1, 100, rows)
+    examples = EncodedExamples(
+        np.repeat(np.arange(rows, dtype=np.uint32), lengths), np.concatenate([[0], np.cumsum(lengths)]), lengths % 2
+    )
+    total = 3 * rows
+    order = EpochOrder(examples, 5, total, batch)
+    drawn_rows = np.array(drawn(order, range(total)))
+    epochs = drawn_rows.reshape(3, rows)
+    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
+    assert rows == 1 or len({tuple(epoch) for epoch in epochs}) == 3
+    resumed = EpochOrder(examples, 5, total, batch)
+    assert drawn(resumed, range(total - 1, -1, -1)) == drawn_rows[::-1].tolist()
+
+    def padding(rows):
+        widths = [lengths[rows[start : start + batch]].max() for start in range(0, len(rows), batch)]
+        return batch * sum(widths) / lengths[rows].sum() - 1
+
+    if rows == 640:
+        plain = np.array(drawn(EpochOrder(examples, 5, total), range(total)))
+        assert padding(drawn_rows) < 0.15 < 0.7 < padding(plain)
+        # Batches come in random order, not by length.
+        means = lengths[drawn_rows].reshape(-1, batch).mean(1)
+        assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
+
+
+def test_longest_first():
+    examples = EncodedExamples(np.array([7, 8, 8, 8, 9, 9]), np.array([0, 1, 4, 6]), np.array([0, 1, 0]))
+    rows = list(examples.longest_first())
+    assert [row["input_ids"].tolist() for row in rows] == [[8, 8, 8], [9, 9], [7]]
+    assert [row["label"] for row in rows] == [1, 0, 0]
+
+
 def test_order_in_worker_processes():
     whole = EpochOrder(encoded(10), 7, 25)
     loader = DataLoader(whole, batch_size=4, num_workers=2, collate_fn=pad, multiprocessing_context="fork")
@@ -534,6 +568,8 @@ def test_bad_arguments_of_an_order():
         with refused(f"seed={seed!r} must be an integer, at least 0 and below 2**64"):
             EpochOrder(encoded(2), seed, 4)
     assert sorted(drawn(EpochOrder(encoded(9), 2**64 - 1, 9), range(9))) == list(range(9))
+    with refused("batch_size=0 must be a positive integer"):
+        EpochOrder(encoded(2), 0, 4, 0)
     with refused("examples has no rows to draw from"):
         EpochOrder(encoded(0), 0, 4)
     for g in (-1, 4):

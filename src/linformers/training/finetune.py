@@ -72,7 +72,7 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
     """
     tokenizer = load_tokenizer(model, settings.max_length)
     sets = {
-        name: encode(getattr(task, name), tokenizer, tokenizer.model_max_length)
+        name: encode(getattr(task, name), tokenizer, tokenizer.model_max_length).longest_first()
         for name in ("train", "validation", "test")
     }
     make_folder("out", out)
@@ -138,7 +138,7 @@ def run_seed(
         load_model(model, task.label_names),
         training_arguments(folder, settings, steps, steps_per_epoch, seed),
         data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=tokenizer.model_max_length),
-        train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size),
+        train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size, settings.batch_size),
         eval_dataset=sets["validation"],
         compute_metrics=_metrics,
         processing_class=tokenizer,

@@ -110,8 +110,9 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
         raise ValueError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
     network = _loaded(LinformerForSequenceClassification, model)
     logits = []
+    examples = encode(task.test, tokenizer, max_length).longest_first()
     loader = DataLoader(
-        encode(task.test, tokenizer, max_length),
+        examples,
         batch_size,
         collate_fn=lambda rows: collate(rows, tokenizer.pad_token_id, max_length),
     )
@@ -119,7 +120,7 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
         inputs = {name: batch[name].to(network.device) for name in ("input_ids", "attention_mask")}
         with torch.no_grad():
             logits.append(network(**inputs).logits.float().cpu())
-    metrics = classification_metrics(torch.cat(logits).numpy(), task.test.labels)
+    metrics = classification_metrics(torch.cat(logits).numpy(), examples.labels)
     return {**metrics, "rows": len(task.test), "reported_on": task.reported_on, "note": task.note}
 
 

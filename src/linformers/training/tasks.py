@@ -243,6 +243,20 @@ class EncodedExamples(Dataset):
         ids = self.tokens[self.offsets[index] : self.offsets[index + 1]]
         return {"input_ids": ids, "label": int(self.labels[index])}
 
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def longest_first(self) -> EncodedExamples:
+        """The same rows by falling length: batches hardly need padding, and what runs out of memory does so at once."""
+        order = np.argsort(-self.lengths, kind="stable")
+        tokens = [self.tokens[self.offsets[row] : self.offsets[row + 1]] for row in order]
+        return EncodedExamples(
+            np.concatenate(tokens) if tokens else self.tokens,
+            np.concatenate([[0], np.cumsum(self.lengths[order])]),
+            self.labels[order],
+        )
+
 
 def encode(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedExamples:
     """Texts as token ids, at most `max_length` of them; of a pair, the longer text is cut first."""
@@ -287,19 +301,26 @@ def collate(
 class EpochOrder(Dataset):
     """Rows in a new order each epoch; item g is a function of the seed and g alone, so a run resumes at any g.
 
+    The rows of a batch are of similar lengths, so that little of it is padding: each pool of some batches is sorted by
+    length, then its batches are put in a random order.
+
     Args:
         examples: The R rows; items g with the same g // R are an epoch and hold each row once.
         seed: Of the orders.
         total_rows: Rows that are drawn in all.
+        batch_size: Rows of a batch, the first of which is row 0.
     """
 
-    def __init__(self, examples: EncodedExamples, seed: int, total_rows: int) -> None:
+    largest_pool = 16  # batches; and no more than a quarter of an epoch, so that the same rows seldom meet again
+
+    def __init__(self, examples: EncodedExamples, seed: int, total_rows: int, batch_size: int = 1) -> None:
         check_size("total_rows", total_rows)
+        check_size("batch_size", batch_size)
         if not is_number(seed, int) or not 0 <= seed < 2**64:
             raise ValueError(f"seed={seed!r} must be an integer, at least 0 and below 2**64")
         if not len(examples):
             raise ValueError("examples has no rows to draw from")
-        self.examples, self.seed, self.total_rows = examples, seed, total_rows
+        self.examples, self.seed, self.total_rows, self.batch_size = examples, seed, total_rows, batch_size
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -310,11 +331,27 @@ class EpochOrder(Dataset):
             raise IndexError(f"row {index} of {self.total_rows}")
         epoch, place = divmod(index, len(self.examples))
         if epoch != self._epoch:
-            # Raw words stay the same from one version of numpy to the next, unlike what Generator makes of them.
-            generator = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
-            words = generator.random_raw(len(self.examples))
-            self._epoch, self._order = epoch, np.argsort(words, kind="stable")
+            self._epoch, self._order = epoch, self._order_of(epoch)
         return self.examples[self._order[place]]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        generator = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
+
+        def shuffled(count: int) -> np.ndarray:
+            # Raw words stay the same from one version of numpy to the next, unlike what Generator makes of them.
+            return np.argsort(generator.random_raw(count), kind="stable")
+
+        rows = len(self.examples)
+        order, lengths = shuffled(rows), self.examples.lengths
+        first = -epoch * rows % self.batch_size  # before it, the rest of a batch that the epoch before has begun
+        batches = max(0, rows - first) // self.batch_size
+        pool = max(1, min(self.largest_pool, batches // 4))
+        for start in range(0, batches, pool):
+            count = min(pool, batches - start)
+            places = slice(first + start * self.batch_size, first + (start + count) * self.batch_size)
+            by_length = order[places][np.argsort(lengths[order[places]], kind="stable")]
+            order[places] = by_length.reshape(count, -1)[shuffled(count)].ravel()
+        return order
 
 
 class _Source(NamedTuple):
