@@ -36,8 +36,9 @@ TRANSFORMERS = {
     "exact": "#333333",
     "uniform average": "#aaaaaa",
 }
-COMPILED = ", compiled"
-LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057")
+# What is added to the name of a model whose line is dashed, in the colour of the model.
+DASHED = (", compiled", ", plain start")
+LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057", "#8f5ea2", "#5aa9e6", "#b5651d", "#9bc53d")
 
 
 def efficiency(
@@ -218,16 +219,16 @@ def _label_decades(axis: Any, values: Sequence[float]) -> None:
 
 
 def _draw(axes: Any, curves: Curves, **style: Any) -> None:
-    """A colour for each model; the compiled ones dashed."""
+    """A colour for each model; what is a variant of it dashed."""
     colours = dict(TRANSFORMERS)
     own = iter(LINFORMERS * len(curves))
     for name, points in curves.items():
-        model = name.removesuffix(COMPILED)
+        model = next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
         colour = colours.setdefault(model, "") or next(own)
         colours[model] = colour
         # The wider line shows on both sides of one that covers it.
         width = 3 if model in TRANSFORMERS and model == name else 1.5
-        line = "--" if name.endswith(COMPILED) else "-"
+        line = "-" if model == name else "--"
         axes.plot(*zip(*points, strict=True), line, color=colour, lw=width, label=name, **style)
     if curves:
         axes.legend(fontsize=7 if len(curves) > 5 else None)

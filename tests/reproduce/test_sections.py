@@ -252,8 +252,11 @@ def test_quality(tmp_path):
     write_run(tmp_path, "quality/twin-plain-start-s0", curve=curve, tokens_per_step=100, tokens_per_second=50)
     curve = [[500, 90.0], [1000, 20.5]]
     write_run(tmp_path, "quality/k128-w32-s0", curve=curve, tokens_per_step=100, tokens_per_second=100)
+    # Only the first seed has the machine to itself.
+    write_run(tmp_path, "quality/k64-w32-s1", curve=curve, tokens_per_step=100, tokens_per_second=100)
     record = quality.collect(Place(None, results=tmp_path))
     page = quality.page(record)
+    assert "| k=64 w=32 | 1 | 20.5 | 0.50 | 0.25 | – |" in page
     assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.25 | 0.50 |" in page
     assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 0.50 | 1.00 |" in page
     assert "| k=256 | 0 | missing |  |  |  |" in page

@@ -120,7 +120,7 @@ def collect(place: Place) -> dict[str, Any]:
     results, runs = place.store.results(f"{GROUP}/{name}" for name in every)
 
     def over(names: Sequence[str]) -> dict[str, Any] | None:
-        return summary([results[f"{GROUP}/{name}"] for name in names if f"{GROUP}/{name}" in results])
+        return summary([results.get(f"{GROUP}/{name}") for name in names])
 
     sweep = [
         {"scale": s, "init": i, "positions": p, **(over([sweep_name(s, i, p)]) or {"mean": None})} for s, i, p in SWEEP
@@ -133,21 +133,21 @@ def collect(place: Place) -> dict[str, Any]:
     }
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The mean curve of several seeds' perplexity, its spread at the end, and the seconds of a step, where known."""
-    if not results:
+def summary(results: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """The mean curve of several seeds' perplexity, its spread at the end and, of the first seed, a step's seconds."""
+    curves = [dict(result["curve"]) for result in results if result is not None]
+    if not curves:
         return None
-    curves = [dict(result["curve"]) for result in results]
     steps = sorted(set.intersection(*map(set, curves)))
-    speeds = [result["tokens_per_second"] for result in results if result["tokens_per_second"]]
     ends = [curve[steps[-1]] for curve in curves]
+    first = results[0] or {"tokens_per_second": None}
     return {
-        "seeds": len(results),
+        "seeds": len(curves),
         "ends": ends,
         "mean": statistics.mean(ends),
         "std": statistics.stdev(ends) if len(ends) > 1 else 0.0,
         "curve": [[step, statistics.mean(curve[step] for curve in curves)] for step in steps],
-        "seconds_per_step": results[0]["tokens_per_step"] / max(speeds) if speeds else None,
+        "seconds_per_step": first["tokens_per_step"] / speed if (speed := first["tokens_per_second"]) else None,
     }
 
 
