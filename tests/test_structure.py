@@ -16,7 +16,7 @@ LAYERS = [
     {"config"},
     {"loading", "ops"},
     {"maps"},
-    {"projections"},
+    {"embeddings", "projections"},
     {"attention"},
     {"layer", "encoder"},
     {"heads"},

@@ -75,8 +75,12 @@ class ProjectedAttention(nn.Module):
     @property
     def tokens_per_key(self) -> float:
         """How many tokens the finest keys hold: 1 where there are exact ones, n/k otherwise."""
-        finest = max(group.projected_length for group in self.groups)
-        return 1 if self.local_window else self.sequence_map.max_length / finest
+        return 1 if self.local_window else self.sequence_map.max_length / self.finest_length
+
+    @property
+    def finest_length(self) -> int:
+        """The largest k of a head."""
+        return max(group.projected_length for group in self.groups)
 
     def forward(
         self,
@@ -148,7 +152,7 @@ class ProjectedAttention(nn.Module):
 
     def _shorten(self, context: Tensor, E: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
         """$E^T x$ for each group of heads, (b, k, d)."""
-        finest = max(group.projected_length for group in self.groups)
+        finest = self.finest_length
         if isinstance(self.sequence_map, LinearMap) and all(finest % g.projected_length == 0 for g in self.groups):
             # Averaging the finest projected tokens is cheaper than projecting the whole input again.
             projected = self.sequence_map(context, finest, E, lengths)

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from linformers.training import metrics, tasks
-from linformers.training.tasks import EncodedExamples, EpochOrder, Examples, collate, custom_task, encode, held_out
+from linformers.training.batches import EncodedExamples, EpochOrder, collate, encode
+from linformers.training.tasks import Examples, custom_task, held_out
 
 WORDS = [f"w{i}" for i in range(20)]
 

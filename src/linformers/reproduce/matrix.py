@@ -113,7 +113,7 @@ def pretraining(
         name=name,
         arguments=["pretrain", str(path), *every],
         decides={"recipe": _deciding(recipe), "corpus": Corpus.open(tokens).hash},
-        collect=lambda: pretrained(out, recipe) | ({} if timed else {"tokens_per_second": None}),
+        collect=lambda: pretrained(out, recipe, timed),
         steps=(recipe.steps, lambda: _last_step(out)),
         log_every=recipe.log_every if timed else 0,
     )
@@ -161,8 +161,11 @@ def model_of(place: Place, job: Job) -> Path:
     return place.runs / job.name / "model"
 
 
-def pretrained(out: Path, recipe: Recipe) -> dict[str, Any]:
-    """Of a run's metrics, what figures need. Other runs may have shared its GPU, so the best speed is its own."""
+def pretrained(out: Path, recipe: Recipe, timed: bool) -> dict[str, Any]:
+    """Of a run's metrics, what figures need.
+
+    Other runs may have shared its GPU. One that is timed had it to itself for a while: its best speed is its own.
+    """
     records = read_metrics(out)
     curve = [[r["step"], r["perplexity"]] for r in records if "perplexity" in r]
     speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
@@ -172,7 +175,7 @@ def pretrained(out: Path, recipe: Recipe) -> dict[str, Any]:
         "curve": curve,
         "loss": [[r["step"], r["loss"]] for r in records if "loss" in r],
         "tokens_per_step": recipe.batch_size * n,
-        "tokens_per_second": max(speeds),
+        "tokens_per_second": max(speeds) if timed else None,
         "seed": recipe.seed,
     }
 

@@ -20,10 +20,11 @@ from ..encoder import LinformerModel
 from ..heads import LinformerForSequenceClassification
 from ..provenance import sentence
 from . import card, checkpointing
+from .batches import EncodedExamples, EpochOrder, collate, encode
 from .metrics import classification_metrics, spread
 from .monitor import Monitor, read_metrics
 from .recipe import PRECISIONS
-from .tasks import EncodedExamples, EpochOrder, TaskData, collate, encode
+from .tasks import TaskData
 from .trainer import ExactTrainer, arguments_for_all
 
 
@@ -72,9 +73,10 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
     """
     tokenizer = load_tokenizer(model, settings.max_length)
     sets = {
-        name: encode(getattr(task, name), tokenizer, tokenizer.model_max_length).longest_first()
+        name: encode(getattr(task, name), tokenizer, tokenizer.model_max_length)
         for name in ("train", "validation", "test")
     }
+    sets |= {name: sets[name].longest_first() for name in ("validation", "test")}
     make_folder("out", out)
     with checkpointing.locked(out):
         _claim(task, model, out, settings)

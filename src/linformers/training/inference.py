@@ -18,12 +18,13 @@ from transformers.pipelines.base import PipelineException
 from ..checks import check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
+from .batches import collate, encode
 from .corpus import Corpus, tokenizer_hash
 from .finetune import check_model, load_tokenizer
 from .metrics import classification_metrics
 from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
-from .tasks import TaskData, collate, encode
+from .tasks import TaskData
 
 
 def predict(
