@@ -180,7 +180,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 600,
     out: Out = Path("runs/demo"),
 ) -> None:
-    """Measure and pretrain a Linformer beside its Transformer twin; three to five minutes on two cores, no download."""
+    """Measure and pretrain Linformers beside their Transformer twin; three to five minutes on two cores, offline."""
     from . import demo
 
     _hide_bars()

@@ -239,7 +239,8 @@ def describe(config: LinformerConfig) -> str:
     n = config.max_position_embeddings
     if config.projection == "identity":
         return f"Transformer twin, n={n}"
-    return f"Linformer, n={n}, k={config.projected_length}, {config.projection}, {config.sharing}"
+    window = f", w={config.local_window}" if any(config.local_windows) else ""
+    return f"Linformer, n={n}, k={config.projected_length}{window}, {config.projection}, {config.sharing}"
 
 
 def num_parameters(model: nn.Module) -> int:
