@@ -289,7 +289,7 @@ def check_window(window: Any, projection: str) -> None:
     if not is_number(window, int) or not 0 <= window <= MAX_WINDOW:
         raise ValueError(f"local_window={window!r} must be an integer from 0 to {MAX_WINDOW}")
     if window and projection == "identity":
-        raise ValueError(f"local_window={window} adds nothing to projection='identity', which sees all keys: use 0 there")
+        raise ValueError(f"local_window={window} adds nothing to projection='identity', which sees all keys: use 0")
     if not window and projection == "none":
         raise ValueError("projection='none' leaves no key to attend to; local_window must be at least 1")
 
