@@ -247,13 +247,13 @@ def test_what_the_paper_says_of_table_2(tmp_path):
 def test_quality(tmp_path):
     for seed, end in enumerate((40.0, 42.0)):
         curve = [[500, 100.0], [1000, end]]
-        write_run(tmp_path, f"quality/twin-s{seed}", curve=curve, tokens_per_step=100, tokens_per_second=50)
-    curve = [[500, 120.0], [1000, 82.0]]
-    write_run(tmp_path, "quality/twin-plain-start-s0", curve=curve, tokens_per_step=100, tokens_per_second=50)
+        write_run(tmp_path, f"quality/twin-s{seed}", curve=curve)
+    write_run(tmp_path, "quality/twin-plain-start-s0", curve=[[500, 120.0], [1000, 82.0]])
     curve = [[500, 90.0], [1000, 20.5]]
-    write_run(tmp_path, "quality/k128-w32-s0", curve=curve, tokens_per_step=100, tokens_per_second=100)
-    # Only the first seed has the machine to itself.
-    write_run(tmp_path, "quality/k64-w32-s1", curve=curve, tokens_per_step=100, tokens_per_second=100)
+    write_run(tmp_path, "quality/k128-w32-s0", curve=curve)
+    write_run(tmp_path, "quality/k64-w32-s1", curve=curve)
+    write_run(tmp_path, "quality/twin-speed", tokens_per_step=100, tokens_per_second=50)
+    write_run(tmp_path, "quality/k128-w32-speed", tokens_per_step=100, tokens_per_second=100)
     record = quality.collect(Place(None, results=tmp_path))
     page = quality.page(record)
     assert "| k=64 w=32 | 1 | 20.5 | 0.50 | 0.25 | – |" in page

@@ -19,6 +19,8 @@ GROUP = "quality"
 TWIN, PLAIN_TWIN = "twin", "twin, plain start"
 LINFORMER = "n512-k128-layerwise"
 LONG = 10_000
+# A run of its own for the speed of a variant: other runs may share the GPU with those that are trained to the end.
+SPEED = ("steps=500", "eval_every=500", "save_every=500", "eval_rows=64")
 
 
 class Variant(NamedTuple):
@@ -70,13 +72,13 @@ LONGER = {name: VARIANTS[name] for name in (TWIN, "k=128", "k=256", "k=128 w=32"
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
-    """The first seed of all variants, further seeds, the sweep, and longer training."""
+    """The first seed of all variants, further seeds, the sweep, longer training, and the speed of what is drawn."""
     tokens = corpus(place, "wiki", console)
     found = [
         variant_job(place, tokens, name, seed)
-        for seed in range(max(variant.seeds for variant in VARIANTS.values()))
-        for name, variant in VARIANTS.items()
-        if seed < variant.seeds
+        for seed in range(max(own.seeds for own in VARIANTS.values()))
+        for name, own in VARIANTS.items()
+        if seed < own.seeds
     ]
     for cell, changes in SWEEP.items():
         if cell != KNOWN:
@@ -85,14 +87,17 @@ def jobs(place: Place, console: Console) -> list[Job]:
     found += [
         one(place, tokens, own.recipe, run_name(name, 0, LONG), (*own.changes, *longer)) for name, own in LONGER.items()
     ]
+    found += [
+        one(place, tokens, own.recipe, speed_name(name), (*own.changes, *SPEED), timed=True)
+        for name, own in VARIANTS.items()
+        if own.seeds > 1
+    ]
     return found
 
 
 def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
     own = VARIANTS[name]
-    # The speed is needed once, and only of what is drawn against time.
-    timed = seed == 0 and own.seeds > 1
-    return one(place, tokens, own.recipe, run_name(name, seed), [*own.changes, f"seed={seed}"], timed)
+    return one(place, tokens, own.recipe, run_name(name, seed), (*own.changes, f"seed={seed}"))
 
 
 def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str], timed: bool = False) -> Job:
@@ -102,8 +107,15 @@ def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[st
 
 
 def run_name(variant: str, seed: int, steps: int | None = None) -> str:
-    plain = variant.replace(", ", "-").replace(" ", "-").replace("=", "")
-    return f"{plain}-s{seed}" if steps is None else f"{plain}-{steps}-s{seed}"
+    return f"{_plain(variant)}-s{seed}" if steps is None else f"{_plain(variant)}-{steps}-s{seed}"
+
+
+def speed_name(variant: str) -> str:
+    return f"{_plain(variant)}-speed"
+
+
+def _plain(variant: str) -> str:
+    return variant.replace(", ", "-").replace(" ", "-").replace("=", "")
 
 
 def sweep_name(scale: float, init: str, positions: str) -> str:
@@ -116,38 +128,39 @@ def collect(place: Place) -> dict[str, Any]:
     """Each variant over its seeds, the sweep's perplexities, and the longer runs; `None` where a run is missing."""
     names = {name: [run_name(name, seed) for seed in range(own.seeds)] for name, own in VARIANTS.items()}
     longer = {name: [run_name(name, 0, LONG)] for name in LONGER}
-    every = [*itertools.chain(*names.values(), *longer.values()), *(sweep_name(*cell) for cell in SWEEP)]
+    speeds = map(speed_name, VARIANTS)
+    every = [*itertools.chain(*names.values(), *longer.values(), speeds), *(sweep_name(*cell) for cell in SWEEP)]
     results, runs = place.store.results(f"{GROUP}/{name}" for name in every)
 
-    def over(names: Sequence[str]) -> dict[str, Any] | None:
-        return summary([results.get(f"{GROUP}/{name}") for name in names])
+    def over(names: Sequence[str], variant: str | None = None) -> dict[str, Any] | None:
+        found = summary([results.get(f"{GROUP}/{name}") for name in names])
+        speed = results.get(f"{GROUP}/{speed_name(variant)}") if variant else None
+        return found and {**found, "seconds_per_step": speed and speed["tokens_per_step"] / speed["tokens_per_second"]}
 
     sweep = [
         {"scale": s, "init": i, "positions": p, **(over([sweep_name(s, i, p)]) or {"mean": None})} for s, i, p in SWEEP
     ]
     return {
         "runs": runs,
-        "variants": {name: over(own) for name, own in names.items()},
+        "variants": {name: over(own, name) for name, own in names.items()},
         "sweep": sweep,
-        "longer": {name: over(own) for name, own in longer.items()},
+        "longer": {name: over(own, name) for name, own in longer.items()},
     }
 
 
 def summary(results: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The mean curve of several seeds' perplexity, its spread at the end and, of the first seed, a step's seconds."""
+    """The mean curve of several seeds' perplexity, and its spread at the end."""
     curves = [dict(result["curve"]) for result in results if result is not None]
     if not curves:
         return None
     steps = sorted(set.intersection(*map(set, curves)))
     ends = [curve[steps[-1]] for curve in curves]
-    first = results[0] or {"tokens_per_second": None}
     return {
         "seeds": len(curves),
         "ends": ends,
         "mean": statistics.mean(ends),
         "std": statistics.stdev(ends) if len(ends) > 1 else 0.0,
         "curve": [[step, statistics.mean(curve[step] for curve in curves)] for step in steps],
-        "seconds_per_step": first["tokens_per_step"] / speed if (speed := first["tokens_per_second"]) else None,
     }
 
 
