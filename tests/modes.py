@@ -10,7 +10,7 @@ PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity")
 # All sharing × projection modes, E from a Gaussian, projected lengths that differ by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]
 GAUSSIAN = [{"projection": "linear", "sharing": s, "projection_init": "gaussian"} for s in SHARINGS]
-STRIDE = [{"projection": "linear", "sharing": s, "projection_init": "stride"} for s in ("none", "headwise")]
+UNSHIFTED = [{"projection": "linear", "sharing": s, "shifted_windows": False} for s in SHARINGS]
 NON_UNIFORM = [
     {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
     {"projection": "linear", "sharing": "headwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
@@ -30,13 +30,14 @@ NON_UNIFORM = [
 ]
 LOCAL = [
     {"projection": "linear", "local_window": 2},
+    {"projection": "linear", "local_window": 2, "shifted_windows": True},
     {"projection": "linear", "sharing": "none", "local_window": [0, 20]},
     {"projection": "max", "local_window": 3},
     {"projection": "conv", "projected_length": [4, 4], "local_window": [1, 0]},
     {"projection": "none", "local_window": 2},
     {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
 ]
-ALL = UNIFORM + GAUSSIAN + STRIDE + NON_UNIFORM + LOCAL
+ALL = UNIFORM + GAUSSIAN + UNSHIFTED + NON_UNIFORM + LOCAL
 
 
 def name(mode: dict) -> str:

@@ -68,8 +68,8 @@ def _project(kind: SequenceMap, weights: Tensor | None, tokens: Tensor, k: int) 
     if isinstance(kind, NoMap):
         return tokens[:0]
     owner = owners(n, k)
-    filled = sorted({owner[r] for r in range(length)})
     if isinstance(kind, LinearMap):
+        filled = sorted({owner[max(r - kind.shift, 0)] for r in range(length)})
         ratio = weights.shape[1] // k
         columns = torch.stack([weights[:, ratio * j : ratio * (j + 1)].mean(1) for j in range(k)], 1)
         if isinstance(kind, DynamicMap):
@@ -77,6 +77,7 @@ def _project(kind: SequenceMap, weights: Tensor | None, tokens: Tensor, k: int) 
         elif kind.init == "gaussian":
             filled, columns = list(range(k)), columns * ratio**0.5
         return torch.stack([sum(columns[r, j] * tokens[r] for r in range(length)) for j in filled])
+    filled = sorted({owner[r] for r in range(length)})
     members = [[r for r in range(length) if owner[r] == j] for j in filled]
     if isinstance(kind, MeanMap):
         return torch.stack([tokens[m].mean(0) for m in members])

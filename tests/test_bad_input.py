@@ -69,8 +69,10 @@ def refused(message, error=ValueError):
             "sharing='layer-wise' is not one of 'none', 'headwise', 'key-value', 'layerwise'; did",
         ),
         ({"projection": "liner"}, "projection='liner' is not one of"),
-        ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'stride', 'gaussian'"),
+        ({"projection_init": "gausian"}, "projection_init='gausian' is not one of 'window', 'gaussian'"),
         ({"window": 3}, "'window' is not a field of LinformerConfig; did you mean 'local_window'?"),
+        ({"shifted_windows": "yes"}, "shifted_windows='yes' must be True, False or None"),
+        ({"window_shift": 1}, "'window_shift' is not a field of LinformerConfig; did you mean 'shifted_windows'?"),
         ({"initial_self_score": -1}, "initial_self_score=-1 must be a positive number or None"),
         ({"local_windows": 2}, "'local_windows' is not a field of LinformerConfig; did you mean 'local_window'?"),
         ({"position_init": "sine"}, "position_init='sine' is not one of 'waves', 'sinusoidal', 'normal'"),
@@ -178,6 +180,9 @@ def test_assigned_fields_are_checked_when_a_model_is_made():
         ({"max_length": 0}, "max_length=0 must be a positive integer"),
         ({"dropout": 2}, "dropout=2 must be a probability"),
         ({"attn_implementation": "spda"}, "attn_implementation='spda' is not one of"),
+        ({"window_shift": 3}, "window_shift=3 must be an integer from 0 to 2, less than the windows of n/k tokens"),
+        ({"window_shift": 1, "projection": "mean"}, "window_shift=1 must be 0, less than the windows"),
+        ({"window_shift": 0.5}, "window_shift=0.5 must be an integer from 0 to 2"),
     ],
 )
 def test_layer(arguments, message):

@@ -102,11 +102,14 @@ def test_amount_and_place_of_padding_do_not_matter(mode, dtype, std, tolerance, 
 @given(mask=masks(), seed=st.integers(0, 2**20), poison=st.sampled_from([torch.nan, torch.inf]))
 def test_layer_alone(mode, mask, seed, poison):
     """The same for `LinformerAttention`, and for the mask of its context."""
+    mode = dict(mode)
     if "projected_length" in mode:  # one for each head of a layer, where conv kernels can be of one size only if shared
         shared_kernel = mode["projection"] == "conv" and mode.get("sharing") != "none"
         mode = {**mode, "projected_length": 4 if shared_kernel else [4, 2, 4, 1]}
     if isinstance(mode.get("local_window"), list):
         mode = {**mode, "local_window": max(mode["local_window"])}
+    if mode.pop("shifted_windows", mode["projection"] == "linear" and "projection_init" not in mode):
+        mode["window_shift"] = 1
     torch.manual_seed(0)
     layer = LinformerAttention(16, 4, MAX_LENGTH, **{"projected_length": 4, **mode})
     torch.manual_seed(seed)
@@ -184,8 +187,8 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0] * 8])
     attentions = model(torch.randint(31, (3, 8)), mask, output_attentions=True).attentions
     assert len(attentions) == LAYERS
-    windows = model.config.local_windows
-    for lengths, window, probs in zip(model.config.projected_lengths, windows, attentions, strict=True):
+    for layer, probs in enumerate(attentions):
+        lengths, window = model.config.projected_lengths[layer], model.config.local_windows[layer]
         identity, linear = mode["projection"] == "identity", mode["projection"] in ("linear", "dynamic")
         slots = 8 if identity else max(k if linear else -(-8 * k // MAX_LENGTH) for k in lengths)
         assert probs.shape == (3, 4, 8, slots + (2 * window + 1 if window else 0))
@@ -205,7 +208,8 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
             elif mode.get("projection_init") == "gaussian" or mode["projection"] == "dynamic":
                 filled = torch.arange(k)
             else:
-                filled = torch.arange((4 - 1) * k // MAX_LENGTH + 1)  # four real tokens in the first row
+                last = max(3 - model.config.shift_of_layer(layer), 0)  # four real tokens in the first row
+                filled = torch.arange(last * k // MAX_LENGTH + 1)
             empty = torch.ones(slots, dtype=torch.bool).index_fill(0, filled, False)
             assert probs[0, head][:, :slots][:, empty].abs().sum() == 0
             assert (probs[0, head][:, filled] > 0).all()

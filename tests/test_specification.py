@@ -61,7 +61,7 @@ def test_definition_notices_a_difference():
 
 
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (13, 5), (11, 10), (12, 11), (11, 11), (5, 1), (1, 1), (31, 17)])
-@pytest.mark.parametrize("init", ["window", "stride", "gaussian"])
+@pytest.mark.parametrize("init", ["window", "gaussian"])
 def test_prime_and_adjacent_sizes(n, k, init):
     attention = layer(max_length=n, projected_length=k, projection_init=init)
     x = torch.randn(2, n, 16, dtype=torch.double)
@@ -139,19 +139,42 @@ def test_windows(n, k):
     assert torch.equal(LinearProjection(n, k)(n), E0)
 
 
-@pytest.mark.parametrize("sharing", ["none", "headwise", "key-value"])
-def test_strides_together_see_all_tokens(sharing):
-    """Each projected token is one token of its window; four layers, or the four heads of one, take all of n/k = 3."""
-    model = LinformerModel(modes.config(projection_init="stride", sharing=sharing, num_hidden_layers=4))
-    seen = torch.zeros(12)
-    for E, F in model.projections(12)[: 1 if sharing == "none" else 4]:
-        assert torch.equal(E, F)
-        for matrix in E.flatten(0, -3) if E.dim() == 3 else [E]:
-            places, slots = matrix.nonzero().unbind(1)
-            assert (matrix[places, slots] == 1).all()
-            assert slots.tolist() == (places // 3).tolist() == [0, 1, 2, 3]
-            seen[places] += 1
-    assert (seen > 0).all()
+@pytest.mark.parametrize("sharing", modes.SHARINGS)
+@pytest.mark.parametrize(("n", "k"), [(64, 16), (16, 4), (13, 5), (9, 9)])
+def test_shifted_windows(sharing, n, k):
+    """Windows begin later in later layers, where no token and no slot is lost."""
+    config = modes.config(sharing=sharing, max_position_embeddings=n, projected_length=k, num_hidden_layers=4)
+    model = LinformerModel(config)
+    shifts = [layer.attention.sequence_map.shift for layer in model.layers]
+    assert shifts == [0, n // k // 2, n // k // 4, 3 * (n // k) // 4]
+    assert shifts == model.projections.shifts
+    for shift, (E, _) in zip(shifts, model.projections(n), strict=True):
+        windows = E[0] if sharing == "none" else E  # (n, k)
+        assert ((windows > 0).sum(1) == 1).all()
+        owner = windows.argmax(1).tolist()
+        assert owner == [max(r - shift, 0) * k // n for r in range(n)]
+        assert set(owner) == set(range(k))
+    for projection in model.projections:
+        nn.init.normal_(projection.delta)
+    for length in (1, n // 2, n):
+        for layer, (E, F) in enumerate(model.projections(length)):
+            first = {"none": 8 * layer, "headwise": 2 * layer, "key-value": layer, "layerwise": 0}[sharing]
+            E, F = (E[0], F[0]) if sharing == "none" else (E, F)
+            rows = [max(r - shifts[layer], 0) for r in range(length)]
+            assert torch.equal(E, model.projections[first](n)[rows])
+            assert torch.equal(E, F) == (sharing in ("key-value", "layerwise"))
+
+
+def test_windows_that_are_not_shifted():
+    def shifts(**mode):
+        model = LinformerModel(modes.config(max_position_embeddings=16, **mode))
+        return [layer.attention.sequence_map.shift for layer in model.layers]
+
+    assert shifts() == shifts(local_window=2, shifted_windows=True) == [0, 2]
+    assert shifts(shifted_windows=False) == shifts(local_window=[0, 2]) == shifts(projection_init="gaussian") == [0, 0]
+    # Those of layers that share E are as long as the shortest.
+    assert shifts(projected_length=[8, 2]) == [0, 1]
+    assert shifts(projected_length=[8, 2], sharing="headwise") == [0, 4]
 
 
 @pytest.mark.parametrize(("n", "k"), [(512, 128), (4096, 64)])

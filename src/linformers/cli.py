@@ -162,6 +162,7 @@ def evaluate(
     _hide_bars()
     progress = Console(stderr=True)
     if task is not None:
+        inference.check_classifier(model)
         if Path(task).suffix:
             names = list(LinformerConfig.from_pretrained(model).id2label.values())
             loaded = tasks.labelled_file(Path(task), text.split(","), label, names)

@@ -15,7 +15,7 @@ from .checks import check_choice, check_positive, check_probability, check_size,
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
-PROJECTION_INITS = ("window", "stride", "gaussian")
+PROJECTION_INITS = ("window", "gaussian")
 POSITION_INITS = ("waves", "sinusoidal", "normal")
 
 # Projections whose windows have the fixed size n/k, which must therefore be whole.
@@ -63,6 +63,8 @@ OTHER_NAMES = {
     "windows": "local_window",
     "attention_window": "local_window",
     "window_size": "local_window",
+    "window_shift": "shifted_windows",
+    "shift_windows": "shifted_windows",
     "self_score": "initial_self_score",
 }
 
@@ -96,9 +98,10 @@ class LinformerConfig(PreTrainedConfig):
             keys at all, only those in the local window.
         local_window: w: each query sees, in the same softmax, the exact keys at most w positions away too. One number,
             or one per layer; 0 is the paper's model.
-        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"stride"` with one token of
-            each window as it is (another one in the next layer and, where heads have their own E, in the next head),
-            `"gaussian"` as $N(0, 1/n)$.
+        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"gaussian"` as $N(0, 1/n)$.
+        shifted_windows: whether these windows begin at other tokens in other layers, so that tokens which one layer
+            sees as one mean are told apart by another; `False` is the paper's model. `None` becomes `False` where there
+            is a local window, which tells neighbours apart, and `True` elsewhere.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
             becomes $0.12\,k/n$, with the largest k.
         position_init: learned positions start as sines and cosines, whose wavelengths reach 2πn tokens under `"waves"`
@@ -143,6 +146,7 @@ class LinformerConfig(PreTrainedConfig):
     sharing: str = "layerwise"
     projection: str = "linear"
     projection_init: str = "window"
+    shifted_windows: bool | None = None
     projection_scale: float | None = None
     local_window: int | list[int] = 0
     position_init: str = "waves"
@@ -157,6 +161,8 @@ class LinformerConfig(PreTrainedConfig):
         if self.projection_scale is None and self.projection == "linear":
             # A number, not None, goes into config.json: what Δ was learned with must not change with a default.
             self.projection_scale = default_scale(self.largest_projected_length, self.max_position_embeddings)
+        if self.shifted_windows is None and self.projection == "linear":
+            self.shifted_windows = self.projection_init == "window" and not any(self.local_windows)
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -178,6 +184,14 @@ class LinformerConfig(PreTrainedConfig):
     def largest_projected_length(self) -> int:
         return max(k for heads in self.projected_lengths for k in heads)
 
+    def shift_of_layer(self, layer: int) -> int:
+        """How many tokens later than in the first layer the windows of a layer begin; less than a window."""
+        if not self.shifted_windows or self.projection != "linear" or self.projection_init != "window":
+            return 0
+        sharers = self.projected_lengths if self.sharing == "layerwise" else self.projected_lengths[layer : layer + 1]
+        window = self.max_position_embeddings // max(itertools.chain(*sharers))
+        return int(spread(layer) * window)
+
     def possible_length(self, length: int) -> int:
         """The shortest n of at least `length` tokens that goes with the k of this config."""
         unit = math.lcm(*itertools.chain(*self.projected_lengths)) if self.projection in WINDOWED else 1
@@ -195,6 +209,8 @@ class LinformerConfig(PreTrainedConfig):
         for name in ("norm_first", "sparse_prediction", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.shifted_windows, bool | None):
+            raise ValueError(f"shifted_windows={self.shifted_windows!r} must be True, False or None")
         check_positive("layer_norm_eps", self.layer_norm_eps)
         check_positive("initializer_range", self.initializer_range)
         chunk_size = self.chunk_size_feed_forward
@@ -275,6 +291,12 @@ class LinformerConfig(PreTrainedConfig):
                 raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {meant!r}?")
 
 
+def spread(number: int) -> float:
+    """0, 1/2, 1/4, 3/4, 1/8, …: the number's binary digits mirrored at the point (van der Corput)."""
+    digits = f"{number:b}"[::-1]
+    return int(digits, 2) / 2 ** len(digits)
+
+
 def default_scale(k: int, n: int) -> float:
     """The rate of E, relative to the common one, at which short training worked: 0.03 at n = 512, k = 128."""
     return 0.12 * k / n
@@ -283,6 +305,14 @@ def default_scale(k: int, n: int) -> float:
 def check_scale(scale: Any) -> None:
     if scale is not None:
         check_positive("projection_scale", scale, otherwise=", or None for 0.12·k/n")
+
+
+def check_shift(shift: Any, window: int) -> None:
+    if not is_number(shift, int) or not 0 <= shift < window:
+        possible = f"an integer from 0 to {window - 1}" if window > 1 else "0"
+        raise ValueError(
+            f"window_shift={shift!r} must be {possible}, less than the windows of n/k tokens that E starts as"
+        )
 
 
 def check_window(window: Any, projection: str) -> None:

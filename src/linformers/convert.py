@@ -48,7 +48,14 @@ SAME_FIELDS = (
     "problem_type",
 )
 
-PROJECTION_FIELDS = ("projected_length", "sharing", "projection_init", "projection_scale", "local_window")
+PROJECTION_FIELDS = (
+    "projected_length",
+    "sharing",
+    "projection_init",
+    "projection_scale",
+    "shifted_windows",
+    "local_window",
+)
 
 # Parts of RoBERTa's parameter names and ours, replaced in this order.
 NAMES = (

@@ -75,7 +75,12 @@ def run(steps: int, out: Path, console: Console) -> int:
         if code:
             return code
         results[name] = result_of(own, corpus)
-    console.print(training_table(results, corpus))
+    without_context = frequency_perplexity(corpus)
+    console.print(training_table(results, without_context))
+    if behind := [name for name, result in results.items() if result.perplexity > without_context]:
+        console.print(
+            f"{steps} steps are too few for {', '.join(behind)} to learn from context; try more, with --steps"
+        )
 
     figure = out / "demo.png"
     losses = {name: [(r["step"], r["loss"]) for r in result.records if "loss" in r] for name, result in results.items()}
@@ -87,7 +92,7 @@ def run(steps: int, out: Path, console: Console) -> int:
     for command in (
         *activate,
         f"echo 'import <mask>' | linformers predict --model {model}",
-        f"linformers demo --steps {10 * steps}",
+        f"linformers demo --steps {10 * steps} --out {out}",
         "linformers prepare FOLDER_OF_TEXT --out data/mine",
         "linformers pretrain recipes/small/cpu.yaml data=data/mine",
     ):
@@ -153,14 +158,14 @@ def result_of(recipe: Recipe, corpus: Corpus) -> Result:
     return Result(records, records[-1]["perplexity"], speed, peak)
 
 
-def training_table(results: dict[str, Result], corpus: Corpus) -> Table:
+def training_table(results: dict[str, Result], without_context: float) -> Table:
     table = Table("", "perplexity", "tokens/s", "memory of a step")
     w = MODELS[WINDOW]["local_window"]
     table.title = f"n={TRAIN_LENGTH}, k={TRAIN_PROJECTED}; in the window, exact keys at most {w} tokens away"
     for name, result in results.items():
         memory = f"{result.peak_bytes / 2**20:.0f} MiB"
         table.add_row(name, f"{result.perplexity:.1f}", f"{result.tokens_per_second:,.0f}", memory)
-    table.add_row("without context", f"{frequency_perplexity(corpus):.1f}", "", "")
+    table.add_row("without context", f"{without_context:.1f}", "", "")
     return table
 
 

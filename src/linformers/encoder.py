@@ -88,7 +88,7 @@ class LinformerLayer(GradientCheckpointingLayer):
             config.hidden_size,
             config.num_attention_heads,
             config.projected_lengths[layer_idx],
-            build_map(config),
+            build_map(config, layer_idx),
             config.attention_probs_dropout_prob,
             layer_idx,
             config.local_windows[layer_idx],
@@ -239,9 +239,9 @@ class LinformerPreTrainedModel(PreTrainedModel):
             load: Any = projection.load_slice if cut else projection.load_resampled
             load(source)
         model.projections = projections
-        for layer, lengths in zip(model.layers, new.projected_lengths, strict=True):
-            layer.attention.groups = group_heads(lengths)
-            layer.attention.sequence_map = build_map(new)
+        for number, layer in enumerate(model.layers):
+            layer.attention.groups = group_heads(new.projected_lengths[number])
+            layer.attention.sequence_map = build_map(new, number)
         model.embeddings.position_embeddings = model.embeddings.position_embeddings.resized(new_n, cut)
         for name in ("max_position_embeddings", "projected_length", "projection_scale"):
             setattr(old, name, getattr(new, name))
@@ -367,8 +367,9 @@ def check_inputs(
     return tokens
 
 
-def build_map(config: LinformerConfig) -> SequenceMap:
-    return sequence_map(config.projection, config.max_position_embeddings, config.projection_init)
+def build_map(config: LinformerConfig, layer: int) -> SequenceMap:
+    shift = config.shift_of_layer(layer)
+    return sequence_map(config.projection, config.max_position_embeddings, config.projection_init, shift)
 
 
 def build_projections(config: LinformerConfig) -> Projections:
@@ -380,4 +381,5 @@ def build_projections(config: LinformerConfig) -> Projections:
         sharing=config.sharing,
         init=config.projection_init,
         scale=config.projection_scale,
+        shifts=[config.shift_of_layer(layer) for layer in range(config.num_hidden_layers)],
     )

@@ -17,6 +17,7 @@ from .config import (
     check_heads,
     check_projected_lengths,
     check_scale,
+    check_shift,
     check_window,
     default_scale,
     plain,
@@ -43,8 +44,10 @@ class LinformerAttention(ProjectedAttention):
         sharing: `"none"`, `"headwise"` or `"key-value"`; `"layerwise"` is `"key-value"` in a single layer.
         projection: `"linear"`, `"mean"`, `"max"`, `"conv"`, `"dynamic"`, `"identity"` (standard attention) or `"none"`
             (no projected keys, only the local window).
-        projection_init: `"window"`, `"stride"` or `"gaussian"`.
+        projection_init: `"window"` or `"gaussian"`.
         projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
+        window_shift: how many tokens later the windows begin that E starts as, less than n/k. Where layers have
+            different ones, tokens that one sees as one mean are told apart by another.
         local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
         dropout: the probability with which an entry of $\bar P$ is dropped in training.
         attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
@@ -62,6 +65,7 @@ class LinformerAttention(ProjectedAttention):
         projection: str = "linear",
         projection_init: str = "window",
         projection_scale: float | None = None,
+        window_shift: int = 0,
         local_window: int = 0,
         dropout: float = 0.0,
         attn_implementation: str = "triton",
@@ -88,11 +92,13 @@ class LinformerAttention(ProjectedAttention):
             check_projected_lengths(
                 [lengths], max_length, projection=projection, sharing=sharing, length_name="max_length"
             )
+        has_windows = projection == "linear" and projection_init == "window"
+        check_shift(plain(window_shift), max_length // max(lengths) if has_windows else 1)
         super().__init__(
             hidden_size,
             num_heads,
             lengths,
-            sequence_map(projection, max_length, projection_init),
+            sequence_map(projection, max_length, projection_init, plain(window_shift)),
             dropout,
             local_window=plain(local_window),
         )
@@ -106,6 +112,7 @@ class LinformerAttention(ProjectedAttention):
             sharing=sharing,
             init=projection_init,
             scale=default_scale(max(lengths), max_length) if projection_scale is None else projection_scale,
+            shifts=[plain(window_shift)],
         )
 
     def forward(  # type: ignore[override]

@@ -21,7 +21,7 @@ WHERE_TO_LOAD_FROM = (
 
 
 # Fields that decide what the weights of a projection stand for.
-MEANING_OF_WEIGHTS = ("sharing", "projection_init", "projection_scale")
+MEANING_OF_WEIGHTS = ("sharing", "projection_init", "projection_scale", "shifted_windows")
 
 
 def refuse_other_model(name: str, config: dict[str, Any]) -> None:

@@ -77,13 +77,15 @@ class LinearMap(SequenceMap):
     Args:
         max_length: n.
         init: how E started; under `"gaussian"` every column has a share of every token.
+        shift: how many tokens later the windows of E begin; the first one has all tokens before.
     """
 
     commutes = True
 
-    def __init__(self, max_length: int, init: str = "window") -> None:
+    def __init__(self, max_length: int, init: str = "window", shift: int = 0) -> None:
         super().__init__(max_length)
         self.init = init
+        self.shift = shift
 
     def __call__(self, tokens: Tensor, k: int, weights: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         assert weights is not None
@@ -105,7 +107,10 @@ class LinearMap(SequenceMap):
         return k
 
     def filled_slots(self, length: T, k: int) -> T:
-        return (length > 0) * k if self.init == "gaussian" else super().filled_slots(length, k)
+        if self.init == "gaussian":
+            return (length > 0) * k
+        filled = super().filled_slots(length - self.shift, k)
+        return filled + ((filled < 1) & (length > 0))  # up to `shift` tokens: they are in the first window
 
 
 class DynamicMap(LinearMap):
@@ -212,11 +217,11 @@ class NoMap(SequenceMap):
         return None
 
 
-def sequence_map(projection: str, max_length: int, init: str) -> SequenceMap:
+def sequence_map(projection: str, max_length: int, init: str, shift: int = 0) -> SequenceMap:
     """The map that `LinformerConfig.projection` names."""
     match projection:
         case "linear":
-            return LinearMap(max_length, init)
+            return LinearMap(max_length, init, shift)
         case "dynamic":
             return DynamicMap(max_length)
         case "conv":

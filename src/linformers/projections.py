@@ -13,25 +13,21 @@ from .maps import Weights
 class LinearProjection(nn.Module):
     r"""A learned matrix $E = E_0 + s \Delta$, (n, k), of which Δ is learned.
 
-    Under `init="window"`, $E_0$ averages the tokens of each window of n/k; under `"stride"` it takes one of them as it
-    is; both times Δ starts at 0. Under `"gaussian"`, $E_0 = 0$ and E starts as $N(0, 1/n)$. Since an optimiser like
-    Adam moves all weights alike, s is the learning rate of E relative to that of other weights.
+    Under `init="window"`, $E_0$ averages the tokens of each window of n/k and Δ starts at 0; under `"gaussian"`,
+    $E_0 = 0$ and E starts as $N(0, 1/n)$. Since an optimiser like Adam moves all weights alike, s is the learning rate
+    of E relative to that of other weights.
 
     Args:
         max_length: n.
         projected_length: k.
-        init: `"window"`, `"stride"` or `"gaussian"`.
+        init: `"window"` or `"gaussian"`.
         scale: s.
-        offset: which token of each window a stride takes, counted round and round.
     """
 
-    def __init__(
-        self, max_length: int, projected_length: int, init: str = "window", scale: float = 0.03, offset: int = 0
-    ) -> None:
+    def __init__(self, max_length: int, projected_length: int, init: str = "window", scale: float = 0.03) -> None:
         super().__init__()
         self.init = init
         self.scale = scale
-        self.offset = offset
         self.delta = nn.Parameter(torch.empty(max_length, projected_length))
         self.reset_parameters()
 
@@ -44,9 +40,9 @@ class LinearProjection(nn.Module):
     def forward(self, seq_len: int) -> Tensor:
         """The first `seq_len` rows of E."""
         E = self.scale * self.delta[:seq_len]
-        if self.init != "gaussian":
-            (n, k), offset = self.delta.shape, self.offset if self.init == "stride" else None
-            E = E + window_matrix(n, k, seq_len, E.device, offset).to(E.dtype)
+        if self.init == "window":
+            n, k = self.delta.shape
+            E = E + window_matrix(n, k, seq_len, E.device).to(E.dtype)
         return E
 
     @torch.no_grad()
@@ -157,6 +153,7 @@ class Projections(nn.ModuleList):
         head_dim: d_head.
         projection, sharing, init, scale: the fields `projection`, `sharing`, `projection_init` and
             `projection_scale` of `LinformerConfig`.
+        shifts: by how many rows the E and F of each layer are moved down.
     """
 
     def __init__(
@@ -169,28 +166,22 @@ class Projections(nn.ModuleList):
         sharing: str,
         init: str,
         scale: float | None,
+        shifts: Sequence[int],
     ) -> None:
         largest = [max(heads) for heads in projected_lengths]
-        # Strides of neighbouring layers, and of the heads of a layer, take different tokens: together they see all.
         match sharing:
             case "none":
-                owners = [
-                    (k, layer + head)
-                    for layer, heads in enumerate(projected_lengths)
-                    for _ in ("E", "F")
-                    for head, k in enumerate(heads)
-                ]
+                sizes = [k for heads in projected_lengths for _ in ("E", "F") for k in heads]
             case "headwise":
-                owners = [(k, layer) for layer, k in enumerate(largest) for _ in ("E", "F")]
+                sizes = [k for k in largest for _ in ("E", "F")]
             case "key-value":
-                owners = [(k, layer) for layer, k in enumerate(largest)]
+                sizes = largest
             case _:
-                owners = [(max(largest), 0)]
-        sizes = [k for k, _ in owners]
+                sizes = [max(largest)]
         match projection:
             case "linear":
                 assert scale is not None
-                modules: list[nn.Module] = [LinearProjection(max_length, k, init, scale, place) for k, place in owners]
+                modules: list[nn.Module] = [LinearProjection(max_length, k, init, scale) for k in sizes]
             case "conv":
                 modules = [ConvProjection(max_length, k, head_dim) for k in sizes]
             case "dynamic":
@@ -200,23 +191,38 @@ class Projections(nn.ModuleList):
                 modules = []
         super().__init__(modules)
         self.sharing = sharing
-        self.num_layers, self.num_heads = len(projected_lengths), len(projected_lengths[0])
+        self.shifts = list(shifts)
+        self.num_heads = len(projected_lengths[0])
 
     def forward(self, seq_len: int) -> list[tuple[Weights, Weights]]:
         """E and F of each layer for `seq_len` tokens; each is made once, however many layers share it."""
-        weights = [module(seq_len) for module in self]
-        if not weights:
-            return [(None, None)] * self.num_layers
-        match self.sharing:
-            case "none":
-                h = self.num_heads
-                sides = [_stacked(weights[first : first + h]) for first in range(0, len(weights), h)]
-                return list(zip(sides[::2], sides[1::2], strict=True))
-            case "headwise":
-                return list(zip(weights[::2], weights[1::2], strict=True))
-            case "key-value":
-                return [(E, E) for E in weights]
-        return [(weights[0], weights[0])] * self.num_layers
+        most = max(self.shifts)
+        every = [module(seq_len) for module in self]
+        if most:  # the first row stands for all tokens before; each layer sees a part of what this makes
+            every = [torch.cat([E[:1].expand(most, -1), E]) for E in every]
+
+        def part(E: Tensor, shift: int) -> Tensor:
+            return E.narrow(0, most - shift, seq_len) if most else E
+
+        pairs: list[tuple[Weights, Weights]] = []
+        h = self.num_heads
+        for layer, shift in enumerate(self.shifts):
+            E: Weights
+            F: Weights
+            match self.sharing if every else None:
+                case "none":
+                    own = [part(E, shift) for E in every[2 * h * layer : 2 * h * (layer + 1)]]
+                    E, F = _stacked(own[:h]), _stacked(own[h:])
+                case "headwise":
+                    E, F = part(every[2 * layer], shift), part(every[2 * layer + 1], shift)
+                case "key-value":
+                    E = F = part(every[layer], shift)
+                case "layerwise":
+                    E = F = part(every[0], shift)
+                case _:
+                    E = F = None
+            pairs.append((E, F))
+        return pairs
 
 
 def _stacked(weights: list[Tensor]) -> Weights:
@@ -224,21 +230,12 @@ def _stacked(weights: list[Tensor]) -> Weights:
     return torch.stack(weights) if all(w.shape == weights[0].shape for w in weights) else weights
 
 
-def window_matrix(
-    n: int, k: int, seq_len: int, device: torch.device | str = "cpu", offset: int | None = None
-) -> Tensor:
-    """The first `seq_len` rows of E₀: column j averages the rows r with ⌊r·k/n⌋ = j, also where k does not divide n.
-
-    With an offset it takes the row of that number among them instead, counted round and round.
-    """
-    rows = torch.arange(seq_len, device=device)
-    owner = rows * k // n  # (n,)
-    first = (owner * n + k - 1) // k
-    size = ((owner + 1) * n + k - 1) // k - first
+def window_matrix(n: int, k: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+    """The first `seq_len` rows of E₀: column j averages the rows r with ⌊r·k/n⌋ = j, also where k does not divide n."""
+    owner = torch.arange(seq_len, device=device) * k // n  # (n,)
+    size = ((owner + 1) * n + k - 1) // k - (owner * n + k - 1) // k
     owned = owner[:, None] == torch.arange(k, device=device)  # (n, k)
-    if offset is None:
-        return torch.where(owned, 1 / size[:, None], 0)
-    return (owned & (rows - first == offset % size)[:, None]).to(torch.get_default_dtype())
+    return torch.where(owned, 1 / size[:, None], 0)
 
 
 def overlap(new: int, old: int) -> Tensor:

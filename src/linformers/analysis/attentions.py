@@ -68,16 +68,13 @@ def passages(
     found: list[list[int]] = []
     documents = longest_seen = 0
     special = tokenizer.num_special_tokens_to_add()
-    for path in sources.find_files(texts):
-        for document in sources.documents(path, text_column):
-            encoded = tokenizer(
-                document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False
-            )
-            found += [ids for ids in encoded["input_ids"] if len(ids) == length]
-            documents += 1
-            longest_seen = max(longest_seen, special + sum(len(ids) - special for ids in encoded["input_ids"]))
-            if len(found) >= POOL * count:
-                break
+    for document in (text for path in sources.find_files(texts) for text in sources.documents(path, text_column)):
+        encoded = tokenizer(document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False)
+        found += [ids for ids in encoded["input_ids"] if len(ids) == length]
+        documents += 1
+        longest_seen = max(longest_seen, special + sum(len(ids) - special for ids in encoded["input_ids"]))
+        if len(found) >= POOL * count:
+            break
     if not found:
         raise ValueError(
             f"length={length} is too long for these texts: the longest of {documents} documents has {longest_seen} "

@@ -102,8 +102,7 @@ def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batc
 
 def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -> dict[str, Any]:
     """Accuracy and F1 of a classifier on the set of a task that is reported."""
-    if purpose(model) != "text-classification":
-        raise ValueError(f"model={str(model)!r} is no classifier: fine-tune it first")
+    check_classifier(model)
     tokenizer = load_tokenizer(model)
     max_length = tokenizer.model_max_length
     names = list(LinformerConfig.from_pretrained(model).id2label.values())
@@ -123,6 +122,11 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
             logits.append(network(**inputs).logits.float().cpu())
     metrics = classification_metrics(torch.cat(logits).numpy(), examples.labels)
     return {**metrics, "rows": len(task.test), "reported_on": task.reported_on, "note": task.note}
+
+
+def check_classifier(model: Path) -> None:
+    if purpose(model) != "text-classification":
+        raise ValueError(f"model={str(model)!r} is no classifier: fine-tune it first")
 
 
 def purpose(model: Path) -> str:

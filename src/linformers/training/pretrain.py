@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -204,11 +205,14 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 def compile_parts(model: LinformerForMaskedLM) -> None:
     """Compile one layer for all layers, and what stands before and behind them: in half the time of the whole."""
     encoder = model.linformer
-    # Layers of different k or w are different graphs.
+    # Layers whose windows are shifted by other numbers are one graph, those of different k or w are not.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(encoder.layers))
+    # Sums over rows and over columns in one kernel, where both are needed, cost more time than they save.
+    options: dict[str, Any] = {"triton.mix_order_reduction": False}
     for part in (encoder.embeddings, encoder.projections, *encoder.layers, model.head):
-        part.compile()
-    model.loss_function = torch.compile(model.loss_function)
+        part.compile(options=options)
+    model.loss_function = torch.compile(model.loss_function, options=options)
 
 
 def shard(model: LinformerForMaskedLM) -> None:
