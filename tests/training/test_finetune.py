@@ -65,6 +65,9 @@ def test_results(finished, task):
     assert min(accuracies) > 0.9  # it is an easy task
     assert results["rows"] == len(task.test) == 40
     assert results["reported_on"] == "test.csv"
+    for seed in (0, 1):  # what training alone needs is gone
+        assert (finished / f"seed-{seed}" / "best" / "model.safetensors").exists()
+        assert not any((finished / f"seed-{seed}").glob("*checkpoint-*"))
 
 
 def test_best_model_is_saved_with_its_labels(finished, task):
@@ -119,6 +122,19 @@ def test_finished_seeds_are_not_run_again(finished, task, model, tmp_path, monke
     assert finetune.run(task, model, out, SETTINGS, small.QUIET, "") == 0
     with pytest.raises(ValueError, match=r"holds a run with learning_rate=0.003, not 0.1; choose another"):
         finetune.run(task, model, out, finetune.Settings(seeds=2, batch_size=8, learning_rate=0.1), small.QUIET, "")
+
+
+def test_damaged_weights_are_not_reported(finished, task, model, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    for weights in out.glob("seed-*/best/model.safetensors"):
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"the best weights are damaged: .*; delete .*seed-\d and run the command again"
+    ):
+        finetune.run(task, model, out, SETTINGS, small.QUIET, "")
 
 
 def test_evaluate(finished, model, task, corpus):

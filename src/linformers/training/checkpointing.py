@@ -21,7 +21,7 @@ from torch import Tensor, nn
 MANIFEST = "manifest.json"
 
 
-def write_whole(folder: Path, fill: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, fill: Callable[[Path], object]) -> None:
     """Make `folder` with what `fill` writes: a kill at any moment leaves either all of it, under its name, or nothing.
 
     The files are written beside it, hashed into a manifest and flushed to the disk; one rename puts them in place.

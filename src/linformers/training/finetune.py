@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,9 @@ from .monitor import Monitor, read_metrics
 from .recipe import PRECISIONS
 from .tasks import TaskData
 from .trainer import ExactTrainer, arguments_for_all
+
+# Where a seed that is done keeps its best weights.
+BEST, WEIGHTS = "best", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
 def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
     """Refuse a folder in which something else was begun."""
     what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "data": task.hash()}
-    begun = any(out.glob("seed-*/checkpoint-*"))
+    begun = any(out.glob("seed-*/checkpoint-*")) or any(out.glob("seed-*/result.json"))
     for name, before in checkpointing.claim(out, "finetune", what, begun).items():
         if name == "data" and before != what[name]:
             raise ValueError(f"out={str(out)!r} holds a run on other data; choose another folder")
@@ -111,11 +115,11 @@ def _run_seeds(
     )
     for seed in range(settings.seeds):
         folder = out / f"seed-{seed}"
-        if (folder / "result.json").exists():
-            continue
-        code = run_seed(seed, task, model, folder, settings, sets, tokenizer, console)
-        if code:
-            return code
+        if not (folder / "result.json").exists():
+            code = run_seed(seed, task, model, folder, settings, sets, tokenizer, console)
+            if code:
+                return code
+        checkpointing.remove_old(folder, keep=0)  # three times as large as the weights that are left
     _report(task, model, out, settings, tokenizer, console, command)
     return 0
 
@@ -130,7 +134,7 @@ def run_seed(
     tokenizer: PreTrainedTokenizerBase,
     console: Console,
 ) -> int:
-    """Train with one seed; its best weights stay as a checkpoint, its numbers go to `result.json`."""
+    """Train with one seed; its best weights stay, its numbers go to `result.json`."""
     folder.mkdir(exist_ok=True)
     checkpointing.remove_unfinished(folder)
     steps_per_epoch = max(1, len(sets["train"]) // settings.batch_size)
@@ -152,7 +156,8 @@ def run_seed(
     if code := monitor.train():
         return code
     best = trainer.state.best_global_step
-    trainer._load_from_checkpoint(str(_whole(folder, best)))
+    checkpoint = _whole(folder / f"checkpoint-{best}")
+    trainer._load_from_checkpoint(str(checkpoint))
     reported = trainer.evaluate(sets["test"], metric_key_prefix="test")
     result = {
         "seed": seed,
@@ -161,6 +166,7 @@ def run_seed(
         "accuracy": reported["test_accuracy"],
         "f1": reported["test_f1"],
     }
+    checkpointing.write_whole(folder / BEST, lambda place: shutil.copy(checkpoint / WEIGHTS, place / WEIGHTS))
     checkpointing.write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
     return 0
 
@@ -202,12 +208,11 @@ def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClas
     return classifier
 
 
-def _whole(folder: Path, step: int) -> Path:
-    """The checkpoint of a step, once its hashes have been checked."""
-    checkpoint = folder / f"checkpoint-{step}"
-    if wrong := checkpointing.damage(checkpoint):
-        raise ValueError(f"the best checkpoint is damaged: {wrong}; delete {folder} and run the command again")
-    return checkpoint
+def _whole(folder: Path) -> Path:
+    """A folder of a seed's weights, once its hashes have been checked."""
+    if wrong := checkpointing.damage(folder):
+        raise ValueError(f"the best weights are damaged: {wrong}; delete {folder.parent} and run the command again")
+    return folder
 
 
 def check_model(folder: Path) -> None:
@@ -259,7 +264,7 @@ def _report(
         "made_with": sentence(command),
     }
     best = max(seeds, key=lambda result: result["validation_accuracy"])
-    weights = load_file(_whole(out / f"seed-{best['seed']}", best["step"]) / "model.safetensors")
+    weights = load_file(_whole(out / f"seed-{best['seed']}" / BEST) / WEIGHTS)
 
     def fill(folder: Path) -> None:
         classifier = load_model(model, task.label_names)
