@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+import torch
 from transformers import pipeline
 
 from linformers.training import finetune, inference, tasks
@@ -98,6 +99,26 @@ def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatc
     assert finetune.run(task, model, tmp_path, settings, small.QUIET, "") == 0
     assert [name for name in seen if name == "test"] == ["test"]
     assert seen[-1] == "test"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
+def test_compiled_fine_tuning_is_the_same(task, model, tmp_path):
+    """One graph for all lengths: those of the encoder's parts in training, and again in evaluation."""
+    exact = tmp_path / "without dropout"
+    shutil.copytree(model, exact)
+    fields = json.loads((exact / "config.json").read_text())
+    fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (exact / "config.json").write_text(json.dumps(fields))
+    losses = []
+    for choice in ("no", "yes"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        settings = finetune.Settings(seeds=1, epochs=1, batch_size=8, precision="float32", compile=choice)
+        assert finetune.run(task, exact, tmp_path / choice, settings, small.QUIET, "") == 0
+        records = small.read_metrics(tmp_path / choice / "seed-0")
+        losses.append([record["loss"] for record in records if "loss" in record])
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_interrupted_seed_goes_on(finished, task, model, tmp_path, monkeypatch):

@@ -22,9 +22,10 @@ from ..heads import LinformerForSequenceClassification
 from ..provenance import sentence
 from . import card, checkpointing
 from .batches import EncodedExamples, EpochOrder, collate, encode
+from .compiled import compile_parts
 from .metrics import classification_metrics, spread
 from .monitor import Monitor, read_metrics
-from .recipe import PRECISIONS
+from .recipe import COMPILE, PRECISIONS
 from .tasks import TaskData
 from .trainer import ExactTrainer, arguments_for_all
 
@@ -45,6 +46,7 @@ class Settings:
         weight_decay: AdamW's.
         max_length: tokens of a text that are read; 0 means as many as the model takes.
         precision: `"bf16"`, `"float32"`, or `"auto"`: bf16 where the hardware has it.
+        compile: `"yes"`, `"no"`, or `"auto"`: on a GPU.
     """
 
     seeds: int = 3
@@ -55,6 +57,7 @@ class Settings:
     weight_decay: float = 0.01
     max_length: int = 0
     precision: str = "auto"
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("seeds", "epochs", "batch_size"):
@@ -63,6 +66,7 @@ class Settings:
         check_probability("warmup_share", self.warmup_share)
         check_probability("weight_decay", self.weight_decay)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("compile", self.compile, COMPILE)
         if self.max_length:
             check_size("max_length", self.max_length)
 
@@ -94,7 +98,7 @@ def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
     for name, before in checkpointing.claim(out, "finetune", what, begun).items():
         if name == "data" and before != what[name]:
             raise ValueError(f"out={str(out)!r} holds a run on other data; choose another folder")
-        if name not in ("kind", "seeds") and before != what[name]:
+        if name not in ("kind", "seeds", "compile") and before != what[name]:
             raise ValueError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
 
 
@@ -140,8 +144,10 @@ def run_seed(
     steps_per_epoch = max(1, len(sets["train"]) // settings.batch_size)
     steps = settings.epochs * steps_per_epoch
     set_seed(seed)
+    classifier = load_model(model, task.label_names)
+    compile_parts(classifier, settings.compile, any_length=True)
     trainer = ExactTrainer(
-        load_model(model, task.label_names),
+        classifier,
         training_arguments(folder, settings, steps, steps_per_epoch, seed),
         data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=tokenizer.model_max_length),
         train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size, settings.batch_size),

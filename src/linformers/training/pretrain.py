@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,6 +20,7 @@ from ..config import LinformerConfig
 from ..encoder import LinformerModel
 from ..heads import LinformerForMaskedLM
 from . import card, checkpointing
+from .compiled import compile_parts
 from .corpus import Corpus
 from .monitor import Monitor, read_metrics
 from .recipe import Recipe, differences
@@ -119,8 +119,7 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
         eos_token_id=tokenizer.eos_token_id,
     )
     model = LinformerForMaskedLM(config)
-    if recipe.compile == "yes" or (recipe.compile == "auto" and torch.cuda.is_available()):
-        compile_parts(model)
+    compile_parts(model, recipe.compile)
     if recipe.shard:
         shard(model)
     return ExactTrainer(
@@ -200,19 +199,6 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     arguments.per_device_eval_batch_size = recipe.rows_per_pass(arguments.world_size)
     arguments.gradient_accumulation_steps = recipe.accumulation(arguments.world_size)
     return arguments
-
-
-def compile_parts(model: LinformerForMaskedLM) -> None:
-    """Compile one layer for all layers, and what stands before and behind them: in half the time of the whole."""
-    encoder = model.linformer
-    # Layers whose windows are shifted by other numbers are one graph, those of different k or w are not.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(encoder.layers))
-    # Sums over rows and over columns in one kernel, where both are needed, cost more time than they save.
-    options: dict[str, Any] = {"triton.mix_order_reduction": False}
-    for part in (encoder.embeddings, encoder.projections, *encoder.layers, model.head):
-        part.compile(options=options)
-    model.loss_function = torch.compile(model.loss_function, options=options)
 
 
 def shard(model: LinformerForMaskedLM) -> None:
