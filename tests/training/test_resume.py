@@ -160,18 +160,18 @@ def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypa
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
 def test_compiled_training_is_the_same_training(corpus, tmp_path):
     """Layers of equal sizes are one graph, or two, and all parts together train as they do uncompiled."""
-    model = {"num_hidden_layers": 4, "hidden_dropout_prob": 0.0}
+    model = {"num_hidden_layers": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     losses = []
     for choice in ("no", "yes"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        own = small.recipe(corpus, tmp_path / choice, compile=choice, model=model, steps=6)
+        own = small.recipe(corpus, tmp_path / choice, compile=choice, model=model, steps=6, precision="float32")
         assert small.train(own) == 0
         losses.append([record["loss"] for record in read_metrics(tmp_path / choice) if "loss" in record])
     # Embeddings, projections, the first layer and those with shifted windows, the head and the loss (whose sizes become
     # variable in a second one), in training and in evaluation.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 13
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     # Whoever loads the model finds nothing of it.
     plain, compiled = (load_file(tmp_path / choice / "model" / "model.safetensors") for choice in ("no", "yes"))
     assert plain.keys() == compiled.keys()
