@@ -180,8 +180,14 @@ def test_assigned_fields_are_checked_when_a_model_is_made():
         ({"max_length": 0}, "max_length=0 must be a positive integer"),
         ({"dropout": 2}, "dropout=2 must be a probability"),
         ({"attn_implementation": "spda"}, "attn_implementation='spda' is not one of"),
-        ({"window_shift": 3}, "window_shift=3 must be an integer from 0 to 2, less than the windows of n/k tokens"),
-        ({"window_shift": 1, "projection": "mean"}, "window_shift=1 must be 0, less than the windows"),
+        (
+            {"window_shift": 3},
+            "window_shift=3 must be an integer from 0 to 2, less than a window: it shifts the windows of n/k",
+        ),
+        (
+            {"window_shift": 1, "projection": "mean"},
+            "window_shift=1 must be 0: it shifts the windows of n/k tokens that E starts as",
+        ),
         ({"window_shift": 0.5}, "window_shift=0.5 must be an integer from 0 to 2"),
     ],
 )

@@ -14,8 +14,10 @@ from . import modes
 # torch's compiler uses what torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-# One layer, so that all modes fit into the time of the suite; non-uniform modes need their two.
-MODES = [{**mode, "num_hidden_layers": 1} for mode in modes.UNIFORM + modes.GAUSSIAN] + modes.NON_UNIFORM + modes.LOCAL
+# One layer, so that all modes fit into the time of the suite; non-uniform and shifted windows need their two.
+SHIFTED = [mode for mode in modes.UNIFORM if mode["projection"] == "linear"]
+ALIKE = [mode for mode in modes.UNIFORM if mode["projection"] != "linear"] + modes.GAUSSIAN
+MODES = [{**mode, "num_hidden_layers": 1} for mode in ALIKE] + SHIFTED + modes.NON_UNIFORM + modes.LOCAL
 EXPORTED = [
     {"projection": "linear", "sharing": "layerwise"},
     {"projection": "linear", "sharing": "none", "projection_init": "gaussian"},

@@ -154,6 +154,9 @@ def test_shifted_windows(sharing, n, k):
         owner = windows.argmax(1).tolist()
         assert owner == [max(r - shift, 0) * k // n for r in range(n)]
         assert set(owner) == set(range(k))
+        sums = windows.sum(0)  # of a token each; the first window has those of the shift, too, and the last one less
+        sizes = torch.tensor([len([r for r in range(n) if r * k // n == j]) for j in range(k)])
+        assert_same(sums * sizes, torch.tensor(owner).bincount(minlength=k).float())
     for projection in model.projections:
         nn.init.normal_(projection.delta)
     for length in (1, n // 2, n):
@@ -163,6 +166,27 @@ def test_shifted_windows(sharing, n, k):
             rows = [max(r - shifts[layer], 0) for r in range(length)]
             assert torch.equal(E, model.projections[first](n)[rows])
             assert torch.equal(E, F) == (sharing in ("key-value", "layerwise"))
+
+
+def test_no_tokens_at_all():
+    model = LinformerModel(modes.config(max_position_embeddings=16))
+    assert model(torch.zeros(2, 0, dtype=torch.long)).last_hidden_state.shape == (2, 0, 16)
+    attention = LinformerAttention(16, 4, 16, 4, window_shift=2)
+    assert attention(torch.randn(2, 3, 16), context=torch.zeros(2, 0, 16)).shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("asked", [{}, {"projection_scale": 0.03}, {"shifted_windows": None}])
+def test_what_is_settled_stays_settled(asked, tmp_path):
+    """A twin's weights with projections that are new: what their defaults become is saved."""
+    LinformerModel(modes.config(projection="identity")).save_pretrained(tmp_path / "twin")
+    model = LinformerModel.from_pretrained(tmp_path / "twin", projection="linear", **asked)
+    assert model.config.shifted_windows
+    model.save_pretrained(tmp_path / "linear")
+    again = LinformerModel.from_pretrained(tmp_path / "linear")
+    assert again.projections.shifts == model.projections.shifts == [0, 1]
+    assert again.config.projection_scale == model.config.projection_scale
+    ids = torch.randint(31, (2, 12))
+    assert torch.equal(model.eval()(ids).last_hidden_state, again(ids).last_hidden_state)
 
 
 def test_windows_that_are_not_shifted():

@@ -109,7 +109,7 @@ def finetune(
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 5e-5,
     max_length: Annotated[int, typer.Option(help="Tokens of a text that are read; 0: all that the model takes.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
-    compiled: Annotated[str, typer.Option("--compile", help="yes, no, or auto: on a GPU.")] = "auto",
+    compiled: Annotated[str, typer.Option("--compile", help="yes, no, or auto: on a GPU, if it pays.")] = "auto",
 ) -> None:
     """Fine-tune a model on a labelled task and report accuracy and F1 over several seeds."""
     from .training import finetune

@@ -158,11 +158,6 @@ class LinformerConfig(PreTrainedConfig):
             setattr(self, name, plain(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
-        if self.projection_scale is None and self.projection == "linear":
-            # A number, not None, goes into config.json: what Δ was learned with must not change with a default.
-            self.projection_scale = default_scale(self.largest_projected_length, self.max_position_embeddings)
-        if self.shifted_windows is None and self.projection == "linear":
-            self.shifted_windows = self.projection_init == "window" and not any(self.local_windows)
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -198,7 +193,16 @@ class LinformerConfig(PreTrainedConfig):
         return -(-length // unit) * unit
 
     def check(self) -> None:
-        """Raise a `ValueError` that names the first field, or pair of fields, that cannot be."""
+        """Raise a `ValueError` that names the first field, or pair of fields, that cannot be; settle what is `None`."""
+        self._check_fields()
+        if self.projection == "linear":
+            # Values, not None, go into config.json: what Δ was learned with must not change with a default.
+            if self.projection_scale is None:
+                self.projection_scale = default_scale(self.largest_projected_length, self.max_position_embeddings)
+            if self.shifted_windows is None:
+                self.shifted_windows = self.projection_init == "window" and not any(self.local_windows)
+
+    def _check_fields(self) -> None:
         for name in SIZES:
             check_size(name, getattr(self, name))
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
@@ -309,9 +313,9 @@ def check_scale(scale: Any) -> None:
 
 def check_shift(shift: Any, window: int) -> None:
     if not is_number(shift, int) or not 0 <= shift < window:
-        possible = f"an integer from 0 to {window - 1}" if window > 1 else "0"
+        possible = f"an integer from 0 to {window - 1}, less than a window" if window > 1 else "0"
         raise ValueError(
-            f"window_shift={shift!r} must be {possible}, less than the windows of n/k tokens that E starts as"
+            f"window_shift={shift!r} must be {possible}: it shifts the windows of n/k tokens that E starts as"
         )
 
 

@@ -203,7 +203,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
 
         Where n shrinks at an unchanged n/k, rows and columns of E are cut off: outputs do not change, except under
         `projection_init="gaussian"` and `projection="dynamic"`, where every column has a share of every token.
-        Otherwise E and the positions are interpolated, and a little training helps. Optimisers must be made anew.
+        Otherwise E and the positions are interpolated, windows are shifted by their shares of the new n/k, and a little
+        training helps. Optimisers must be made anew.
 
         Args:
             max_length: the new n.

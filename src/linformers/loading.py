@@ -55,7 +55,10 @@ def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> N
     for name in names:
         theirs, ours = getattr(saved, name), getattr(asked, name)
         if theirs != ours:
-            raise ValueError(f"the checkpoint was made with {name}={theirs!r}: under {ours!r} its weights mean another")
+            raise ValueError(
+                f"the checkpoint was made with {name}={theirs!r}: under {ours!r} its weights mean another; "
+                f"ask for {name}={theirs!r}"
+            )
 
 
 def refuse_other_length(model: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -153,7 +153,8 @@ class Projections(nn.ModuleList):
         head_dim: d_head.
         projection, sharing, init, scale: the fields `projection`, `sharing`, `projection_init` and
             `projection_scale` of `LinformerConfig`.
-        shifts: by how many rows the E and F of each layer are moved down.
+        shifts: by how many rows the E and F of each layer are moved down. The first row stands for all tokens before:
+            the first window has more of them, each with the weight of one, and the last window less.
     """
 
     def __init__(
@@ -196,9 +197,9 @@ class Projections(nn.ModuleList):
 
     def forward(self, seq_len: int) -> list[tuple[Weights, Weights]]:
         """E and F of each layer for `seq_len` tokens; each is made once, however many layers share it."""
-        most = max(self.shifts)
+        most = max(self.shifts) if seq_len else 0
         every = [module(seq_len) for module in self]
-        if most:  # the first row stands for all tokens before; each layer sees a part of what this makes
+        if most:  # each layer sees a part of what this makes
             every = [torch.cat([E[:1].expand(most, -1), E]) for E in every]
 
         def part(E: Tensor, shift: int) -> Tensor:

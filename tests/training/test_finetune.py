@@ -103,7 +103,7 @@ def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatc
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
 def test_compiled_fine_tuning_is_the_same(task, model, tmp_path):
-    """One graph for all lengths: those of the encoder's parts in training, and again in evaluation."""
+    """One graph for all lengths: embeddings, projections and two layers in training, and again in evaluation."""
     exact = tmp_path / "without dropout"
     shutil.copytree(model, exact)
     fields = json.loads((exact / "config.json").read_text())
@@ -117,7 +117,8 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path):
         assert finetune.run(task, exact, tmp_path / choice, settings, small.QUIET, "") == 0
         records = small.read_metrics(tmp_path / choice / "seed-0")
         losses.append([record["loss"] for record in records if "loss" in record])
-    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    # Both layers once more: the first batch is as large as k, and sizes that are equal are taken for one.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -145,17 +146,14 @@ def test_finished_seeds_are_not_run_again(finished, task, model, tmp_path, monke
         finetune.run(task, model, out, finetune.Settings(seeds=2, batch_size=8, learning_rate=0.1), small.QUIET, "")
 
 
-def test_damaged_weights_are_not_reported(finished, task, model, tmp_path):
+def test_seed_without_its_weights_is_run_again(finished, task, model, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(finished, out)
-    for weights in out.glob("seed-*/best/model.safetensors"):
-        content = bytearray(weights.read_bytes())
-        content[-1] ^= 1
-        weights.write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"the best weights are damaged: .*; delete .*seed-\d and run the command again"
-    ):
-        finetune.run(task, model, out, SETTINGS, small.QUIET, "")
+    expected = json.loads((out / "seed-1" / "result.json").read_text())
+    shutil.rmtree(out / "seed-1" / "best")
+    assert finetune.run(task, model, out, SETTINGS, small.QUIET, "") == 0
+    assert (out / "seed-1" / "best" / "model.safetensors").exists()
+    assert json.loads((out / "seed-1" / "result.json").read_text()) == expected
 
 
 def test_evaluate(finished, model, task, corpus):

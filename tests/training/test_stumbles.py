@@ -1,6 +1,5 @@
 """What people stumbled over: other data in a folder in use, signals to whole groups, recipes of odd shapes."""
 
-import json
 import os
 import re
 import shutil
@@ -109,16 +108,15 @@ def test_failed_attempt_does_not_claim_a_folder(pretrained, tmp_path):
     assert finetune.run(task, pretrained / "model", tmp_path / "out", SETTINGS, small.QUIET, "") == 0
 
 
-def test_damaged_best_checkpoint_is_not_saved_as_the_model(tuned, pretrained, tmp_path):
+def test_damaged_best_weights_are_not_saved_as_the_model(tuned, pretrained, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(tuned / "out", out)
-    step = json.loads((out / "seed-0" / "result.json").read_text())["step"]
-    weights = out / "seed-0" / f"checkpoint-{step}" / "model.safetensors"
+    weights = out / "seed-0" / "best" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
     task = tasks.load(tasks.custom_task(table(tuned / "a.csv", 120)))
-    with refused("the best checkpoint is damaged: "):
+    with refused("the best weights are damaged: "):
         finetune.run(task, pretrained / "model", out, SETTINGS, small.QUIET, "")
 
 

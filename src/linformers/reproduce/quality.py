@@ -182,8 +182,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
     """Tables over variants, over the sweep, and over longer training."""
     lines = [
         "Perplexity after 2,000 steps of 32,768 tokens. All models start with waves as positions and with queries and "
-        "keys alike; under “plain start” with sinusoidal positions, queries and keys independent. Without a local "
-        "window, the windows that E starts as begin at other tokens in other layers, unless “unshifted”.",
+        "keys alike; without a local window, the windows that E starts as begin at other tokens in other layers "
+        "unless “unshifted”. “Plain start”: sinusoidal positions, queries and keys independent, windows unshifted.",
         "",
         *_table(record["variants"]),
     ]

@@ -21,14 +21,12 @@ def compile_parts(model: LinformerPreTrainedModel, choice: str, *, any_length: b
     if choice == "no" or (choice == "auto" and not torch.cuda.is_available()):
         return
     encoder = model.base_model
-    # Layers whose windows are shifted by other numbers are one graph, those of different k or w are not.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # Layers that differ in a number, as in the shift of their windows, are one graph from the second one on; where
+    # lengths are variable from the start, this would make every number of a layer variable, too.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = not any_length
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(encoder.layers))
-    options: dict[str, Any] = {
-        "dynamic": any_length or None,
-        # Sums over rows and over columns in one kernel, where both are needed, cost more time than they save.
-        "options": {"triton.mix_order_reduction": False},
-    }
+    # Sums over rows and over columns in one kernel, where both are needed, cost more time than they save.
+    options: dict[str, Any] = {"dynamic": any_length or None, "options": {"triton.mix_order_reduction": False}}
     for part in (encoder.embeddings, encoder.projections, *encoder.layers):
         part.compile(**options)
     if isinstance(model, LinformerForMaskedLM):
