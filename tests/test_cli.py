@@ -55,8 +55,8 @@ def test_demo(small, tmp_path, monkeypatch):
     assert table.keys() == {*demo.MODELS, "without context"}
     assert 100 < float(table["Linformer"][0]) < 1000
     assert "linformers predict --model" in text
-    behind = ", ".join(name for name in demo.MODELS if float(table[name][0]) > float(table["without context"][0]))
-    assert ("3 steps are too few" in text) == bool(behind)
+    behind = any(float(table[name][0]) > float(table["without context"][0]) for name in demo.MODELS)
+    assert ("3 steps are too few" in text) == behind
     assert f"linformers demo --steps 30 --out {tmp_path}" in text
     names = ("linformer-3", "linformer-with-a-window-3", "transformer-3")
     own, local, twin = (json.loads((tmp_path / name / "run.json").read_text())["recipe"] for name in names)

@@ -70,7 +70,9 @@ class LinformerAttention(ProjectedAttention):
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
-        hidden_size, num_heads, max_length = plain((hidden_size, num_heads, max_length))
+        hidden_size, num_heads, max_length, window_shift, local_window = plain(
+            (hidden_size, num_heads, max_length, window_shift, local_window)
+        )
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("max_length", max_length)):
             check_size(name, size)
         check_heads(hidden_size, num_heads, "num_heads")
@@ -79,7 +81,7 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection", projection, PROJECTIONS)
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         check_scale(projection_scale)
-        check_window(plain(local_window), projection)
+        check_window(local_window, projection)
         check_attention(attn_implementation)
         lengths = plain(projected_length)
         if not isinstance(lengths, list):
@@ -93,14 +95,14 @@ class LinformerAttention(ProjectedAttention):
                 [lengths], max_length, projection=projection, sharing=sharing, length_name="max_length"
             )
         has_windows = projection == "linear" and projection_init == "window"
-        check_shift(plain(window_shift), max_length // max(lengths) if has_windows else 1)
+        check_shift(window_shift, max_length // max(lengths) if has_windows else 1)
         super().__init__(
             hidden_size,
             num_heads,
             lengths,
-            sequence_map(projection, max_length, projection_init, plain(window_shift)),
+            sequence_map(projection, max_length, projection_init, window_shift),
             dropout,
-            local_window=plain(local_window),
+            local_window=local_window,
         )
         self.max_length = max_length
         self.attn_implementation = attn_implementation
@@ -112,7 +114,7 @@ class LinformerAttention(ProjectedAttention):
             sharing=sharing,
             init=projection_init,
             scale=default_scale(max(lengths), max_length) if projection_scale is None else projection_scale,
-            shifts=[plain(window_shift)],
+            shifts=[window_shift],
         )
 
     def forward(  # type: ignore[override]

@@ -199,6 +199,8 @@ class Projections(nn.ModuleList):
         """E and F of each layer for `seq_len` tokens; each is made once, however many layers share it."""
         most = max(self.shifts) if seq_len else 0
         every = [module(seq_len) for module in self]
+        if not every:
+            return [(None, None)] * len(self.shifts)
         if most:  # each layer sees a part of what this makes
             every = [torch.cat([E[:1].expand(most, -1), E]) for E in every]
 
@@ -210,7 +212,7 @@ class Projections(nn.ModuleList):
         for layer, shift in enumerate(self.shifts):
             E: Weights
             F: Weights
-            match self.sharing if every else None:
+            match self.sharing:
                 case "none":
                     own = [part(E, shift) for E in every[2 * h * layer : 2 * h * (layer + 1)]]
                     E, F = _stacked(own[:h]), _stacked(own[h:])
@@ -218,10 +220,8 @@ class Projections(nn.ModuleList):
                     E, F = part(every[2 * layer], shift), part(every[2 * layer + 1], shift)
                 case "key-value":
                     E = F = part(every[layer], shift)
-                case "layerwise":
-                    E = F = part(every[0], shift)
                 case _:
-                    E = F = None
+                    E = F = part(every[0], shift)
             pairs.append((E, F))
         return pairs
 

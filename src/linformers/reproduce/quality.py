@@ -137,7 +137,7 @@ def collect(place: Place) -> dict[str, Any]:
     results, runs = place.store.results(f"{GROUP}/{name}" for name in every)
 
     def over(names: Sequence[str], variant: str | None = None) -> dict[str, Any] | None:
-        found = summary([results.get(f"{GROUP}/{name}") for name in names])
+        found = summary([result for name in names if (result := results.get(f"{GROUP}/{name}"))])
         speed = results.get(f"{GROUP}/{speed_name(variant)}") if variant else None
         return found and {**found, "seconds_per_step": speed and speed["tokens_per_step"] / speed["tokens_per_second"]}
 
@@ -152,11 +152,11 @@ def collect(place: Place) -> dict[str, Any]:
     }
 
 
-def summary(results: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The mean curve of several seeds' perplexity, and its spread at the end."""
-    curves = [dict(result["curve"]) for result in results if result is not None]
-    if not curves:
+    if not results:
         return None
+    curves = [dict(result["curve"]) for result in results]
     steps = sorted(set.intersection(*map(set, curves)))
     ends = [curve[steps[-1]] for curve in curves]
     return {

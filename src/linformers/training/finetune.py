@@ -27,10 +27,10 @@ from .metrics import classification_metrics, spread
 from .monitor import Monitor, read_metrics
 from .recipe import COMPILE, PRECISIONS
 from .tasks import TaskData
-from .trainer import ExactTrainer, arguments_for_all
+from .trainer import MODEL, ExactTrainer, arguments_for_all
 
 # Where a seed that is done keeps its best weights.
-BEST, WEIGHTS = "best", "model.safetensors"
+BEST = "best"
 # So many steps gain about the minute that compiling takes.
 WORTH_COMPILING = 1000
 
@@ -121,12 +121,12 @@ def _run_seeds(
     )
     for seed in range(settings.seeds):
         folder = out / f"seed-{seed}"
+        checkpointing.remove_unfinished(folder)
         if not (folder / "result.json").exists() or not (folder / BEST).exists():
             code = run_seed(seed, task, model, folder, settings, sets, tokenizer, console)
             if code:
                 return code
         checkpointing.remove_old(folder, keep=0)  # three times as large as the weights that are left
-        checkpointing.remove_unfinished(folder)
     _report(task, model, out, settings, tokenizer, console, command)
     return 0
 
@@ -143,7 +143,6 @@ def run_seed(
 ) -> int:
     """Train with one seed; its best weights stay, its numbers go to `result.json`."""
     folder.mkdir(exist_ok=True)
-    checkpointing.remove_unfinished(folder)
     steps_per_epoch = max(1, len(sets["train"]) // settings.batch_size)
     steps = settings.epochs * steps_per_epoch
     set_seed(seed)
@@ -176,7 +175,7 @@ def run_seed(
         "accuracy": reported["test_accuracy"],
         "f1": reported["test_f1"],
     }
-    checkpointing.write_whole(folder / BEST, lambda place: shutil.copy(checkpoint / WEIGHTS, place / WEIGHTS))
+    checkpointing.write_whole(folder / BEST, lambda place: shutil.copy(checkpoint / MODEL, place / MODEL))
     checkpointing.write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
     return 0
 
@@ -274,7 +273,7 @@ def _report(
         "made_with": sentence(command),
     }
     best = max(seeds, key=lambda result: result["validation_accuracy"])
-    weights = load_file(_whole(out / f"seed-{best['seed']}" / BEST) / WEIGHTS)
+    weights = load_file(_whole(out / f"seed-{best['seed']}" / BEST) / MODEL)
 
     def fill(folder: Path) -> None:
         classifier = load_model(model, task.label_names)

@@ -1,4 +1,4 @@
-"""Section 5.2's tasks and any labelled table like them: read, split, encoded, and drawn in an order that can resume."""
+"""Section 5.2's tasks and any labelled table like them: read and split."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..checks import check_choice, is_number
 from . import sources
-
-if TYPE_CHECKING:
-    pass
 
 HELD_OUT = 0.05
 _KINDS = f"{', '.join(sources.TABLES)}, plain, .gz or .xz"
