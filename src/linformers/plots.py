@@ -55,9 +55,7 @@ def efficiency(
             _draw(axes[2], losses)
             axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
         if milliseconds:
-            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-            for panel in axes[:2]:
-                panel.get_legend().remove()
+            _one_legend(figure, axes[:2])
         _save(figure, path)
 
 
@@ -120,18 +118,18 @@ def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
         _save(figure, path)
 
 
-def quality(against_steps: Curves, against_minutes: Curves, path: Path) -> None:
-    """Validation perplexity of several models against the step and, where it is known, the time of training."""
-    panels = {label: c for label, c in (("step", against_steps), ("minutes of training", against_minutes)) if c}
+def quality(panels: Mapping[str, tuple[str, Curves]], path: Path) -> None:
+    """Validation perplexity of several models against what each panel, by its title, names for its axis."""
+    names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
     with plt.rc_context(LOOK):
-        figure, axes = plt.subplots(
-            1, len(panels), figsize=(3.8 * len(panels) + 1, 3.8), layout="constrained", sharey=True, squeeze=False
-        )
-        for place, (label, curves) in zip(axes[0], panels.items(), strict=True):
-            _draw(place, curves, marker="o", markersize=3)
-            place.set(xlabel=label, yscale="log")
+        size = (3.4 * len(panels) + 2.2, 3.8)
+        figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+        for place, (title, (xlabel, curves)) in zip(axes[0], panels.items(), strict=True):
+            _draw(place, curves, names, marker="o", markersize=3)
+            place.set(title=title, xlabel=xlabel, yscale="log")
             _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
-        axes[0, 0].set(title="Quality", ylabel="validation perplexity")
+        axes[0, 0].set_ylabel("validation perplexity")
+        _one_legend(figure, axes[0])
         _save(figure, path)
 
 
@@ -218,20 +216,33 @@ def _label_decades(axis: Any, values: Sequence[float]) -> None:
     axis.set_minor_formatter("{x:g}")
 
 
-def _draw(axes: Any, curves: Curves, **style: Any) -> None:
-    """A colour for each model; what is a variant of it dashed."""
-    colours = dict(TRANSFORMERS)
-    own = iter(LINFORMERS * len(curves))
+def _draw(axes: Any, curves: Curves, names: Sequence[str] = (), **style: Any) -> None:
+    """A colour for each model, by its place among all `names`; what is a variant of it dashed."""
+    models = dict.fromkeys(_model(name) for name in (*names, *curves))
+    own = iter(LINFORMERS * len(models))
+    colours = {model: TRANSFORMERS.get(model) or next(own) for model in models}
     for name, points in curves.items():
-        model = next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
-        colour = colours.setdefault(model, "") or next(own)
-        colours[model] = colour
+        model = _model(name)
         # The wider line shows on both sides of one that covers it.
         width = 3 if model in TRANSFORMERS and model == name else 1.5
         line = "-" if model == name else "--"
-        axes.plot(*zip(*points, strict=True), line, color=colour, lw=width, label=name, **style)
+        axes.plot(*zip(*points, strict=True), line, color=colours[model], lw=width, label=name, **style)
     if curves:
         axes.legend(fontsize=7 if len(curves) > 5 else None)
+
+
+def _model(name: str) -> str:
+    return next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
+
+
+def _one_legend(figure: Any, axes: Sequence[Any]) -> None:
+    """One legend beside all panels, in the place of theirs."""
+    lines: dict[str, Any] = {}
+    for place in axes:
+        for line, name in zip(*place.get_legend_handles_labels(), strict=True):
+            lines.setdefault(name, line)
+        place.get_legend().remove()
+    figure.legend(lines.values(), lines, loc="outside right center", fontsize=8)
 
 
 def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> None:

@@ -175,7 +175,12 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         for name, own in found.items()
         if own["seconds_per_step"]
     }
-    plots.quality({name: own["curve"] for name, own in found.items()}, against_time, path)
+    panels = {
+        "2,000 steps": ("step", {name: own["curve"] for name, own in found.items()}),
+        "by the time they take": ("minutes on one GPU", against_time),
+        f"{LONG:,} steps": ("step", {name: own["curve"] for name, own in record["longer"].items() if own}),
+    }
+    plots.quality({title: panel for title, panel in panels.items() if panel[1]}, path)
 
 
 def page(record: Mapping[str, Any]) -> list[str]:

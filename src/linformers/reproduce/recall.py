@@ -105,7 +105,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
     return [
         f"“The secret word is tiger.” stands {Sizes().nearest} to {Sizes().furthest} words behind the start of real "
         f"text, and a classifier at the first token names the word, one of {len(SECRETS)}. A window alone reaches w "
-        "tokens further in each of 8 layers.",
+        "tokens further in each of 8 layers: one of 32 is too short for it, one of 96 is not.",
         "",
         *table(("model", "accuracy"), rows),
     ]
