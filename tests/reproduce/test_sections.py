@@ -323,6 +323,21 @@ def test_spectra_that_are_there_and_those_that_are_missing():
     assert "- roberta-base-wikitext is missing; `linformers spectrum FacebookAI/roberta-base --text DIR/" in page
 
 
+def test_spectra_of_our_twin_before_and_after_it_was_fine_tuned(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(figure1, "MODELS", {})
+    monkeypatch.setattr(figure1, "TEXTS", {"wikitext": "wikitext103_valtest"})
+    place = Place(data, ROOT / "recipes" / "small", tmp_path / "runs", tmp_path / "results", small=True)
+    record = figure1.measure(place, QUIET)
+    assert list(record["rows"].values()) == [None, None]
+    assert sections.run(["table2", "figure1"], place, QUIET, only=["n512-twin", "n512-twin-imdb"]) == 0
+    record = figure1.collect(place)
+    assert [own["sentences"] for own in record["rows"].values()] == [4, 4]
+    before, after = (own["mean"] for own in record["rows"].values())
+    assert before != after
+    page = "\n".join(figure1.page(record))
+    assert f"changes the mean share of our twin on wikitext from {before:.3f} to {after:.3f}" in page
+
+
 def test_the_page_is_made_of_the_json():
     """Nobody edits it by hand."""
     assert (ROOT / "docs" / "results.md").read_text() == sections.page_text(Place(None, results=ROOT / "results"))
