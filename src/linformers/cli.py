@@ -381,6 +381,8 @@ def _task(name: str, data: Path | None, test: Path | None, validation: Path | No
             if value:
                 raise ValueError(f"{option} has no effect on task {name!r}, whose files and columns are known")
         return tasks.load(name, data)
+    if not Path(name).is_file():
+        raise ValueError(f"task={name!r} is neither a file nor one of {', '.join(tasks.TASKS)}")
     columns = text.split(",")
     return tasks.load(
         tasks.custom_task(Path(name), test=test, validation=validation, text_columns=columns, label_column=label), data

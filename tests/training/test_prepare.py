@@ -170,14 +170,17 @@ def test_wrong_sources(prepared, source, tmp_path):
         ([source], {"validation": [source, "missing.txt"]}, "source 'missing.txt' does not exist"),
         (["no such name"], {}, "source 'no such name' does not exist"),
         (["../nowhere"], {}, r"source '\.\./nowhere' does not exist"),
-        ([empty], {}, "the sources hold no text to train on"),
+        ([empty], {}, "there is no text to train on: the sources hold none"),
         ([source], {"validation": [empty]}, "the validation sources hold no text"),
+        ([empty], {"validation": [source]}, "there is no text to train on: the sources hold none"),
     ]:
         with pytest.raises(ValueError, match=message):
             run(sources, tmp_path / "out", **options)
         assert not (tmp_path / "out" / "manifest.json").exists()
     with pytest.raises(ValueError, match="already holds a corpus; choose another folder or delete it"):
         run([source], prepared)
+    with pytest.raises(ValueError, match="is no folder that can be written to: File exists"):
+        run([source], tmp_path / "empty.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,40 @@ def test_other_corpus_of_the_same_tokenizer(corpus, tmp_path):
 
 def test_other_data_in_the_folder_of_a_task(tuned, pretrained):
     other = tasks.load(tasks.custom_task(table(tuned / "a.csv", 140)))
-    with refused("holds a run on other data; choose another folder"):
+    with refused("holds a run with other data; choose another folder"):
         finetune.run(other, pretrained / "model", tuned / "out", SETTINGS, small.QUIET, "")
     table(tuned / "a.csv", 120)
 
 
-def test_folder_of_another_command(tuned, pretrained, corpus):
+def test_folder_of_another_command(tuned, pretrained, corpus, tmp_path):
     task = tasks.load(tasks.custom_task(table(tuned / "a.csv", 120)))
-    shutil.copytree(tuned / "out" / "seed-0", pretrained / "seed-0", dirs_exist_ok=True)
     with refused("holds a run of linformers pretrain; choose another folder"):
         finetune.run(task, pretrained / "model", pretrained, SETTINGS, small.QUIET, "")
+    with refused("holds a run of linformers finetune; choose another folder"):
+        small.train(small.recipe(corpus, tuned / "out"))
+    shutil.copytree(pretrained / "model", tmp_path / "model")
+    with refused("holds a model that no run has left there; choose another folder"):
+        finetune.run(task, pretrained / "model", tmp_path, SETTINGS, small.QUIET, "")
+
+
+def test_other_weights_under_the_name_of_a_model(tuned, pretrained, corpus, tmp_path):
+    """What was fine-tuned from the weights that were there before is not taken for a result of those."""
+    task = tasks.load(tasks.custom_task(table(tuned / "a.csv", 120)))
+    model, out = tmp_path / "pretrained" / "model", tmp_path / "out"
+    shutil.copytree(pretrained / "model", model)
+    assert finetune.run(task, model, out, SETTINGS, small.QUIET, "") == 0
+    shutil.rmtree(model.parent)
+    assert small.train(small.recipe(corpus, model.parent, steps=4, seed=1)) == 0
+    with refused("holds a run with other weights; choose another folder"):
+        finetune.run(task, model, out, SETTINGS, small.QUIET, "")
+
+
+def test_fewer_seeds_than_there_are(tuned, pretrained, tmp_path):
+    task = tasks.load(tasks.custom_task(table(tuned / "a.csv", 120)))
+    shutil.copytree(tuned / "out", tmp_path / "out")
+    shutil.copytree(tmp_path / "out" / "seed-0", tmp_path / "out" / "seed-1")
+    with refused("holds 2 seeds, more than seeds=1; choose another"):
+        finetune.run(task, pretrained / "model", tmp_path / "out", SETTINGS, small.QUIET, "")
 
 
 def test_failed_attempt_does_not_claim_a_folder(pretrained, tmp_path):
@@ -134,7 +158,9 @@ def test_tuned_model_is_tuned_again_with_other_labels(tuned, tmp_path):
 
 def test_whole_file_is_scored(tuned):
     rows = tasks.labelled_file(table(tuned / "c.csv", 50), ["text"], "label", ["cat", "dog"])
-    assert inference.score(tuned / "out" / "model", rows, small.QUIET)["rows"] == 50
+    result = inference.score(tuned / "out" / "model", rows, small.QUIET)
+    assert (result["rows"], result["f1_of"]) == (50, "'dog'")
+    assert result["note"].startswith("all rows of the file")
     with pytest.raises(ValueError, match="bird"):
         tasks.labelled_file(table(tuned / "d.csv", 9, labels=("bird",)), ["text"], "label", ["cat", "dog"])
 

@@ -55,6 +55,10 @@ class Place:
             raise ValueError("data is missing: name the folder of wiki, books and the tasks with --data DIR")
         return self.data
 
+    def check(self) -> None:
+        if self.data is not None and not self.data.is_dir():
+            raise ValueError(f"data={str(self.data)!r} is no folder")
+
 
 def corpus(place: Place, name: str, console: Console) -> Path:
     """A corpus of tokens, made of the raw text unless it is there; one of other text than is there is refused."""
@@ -71,15 +75,17 @@ def corpus(place: Place, name: str, console: Console) -> Path:
             raise ValueError(f"data={str(place.data)!r} has no {folder} with files called train-… and validation…")
         training += parts[0][:most]
         validation += parts[1]
+    options: dict[str, Any] = {"validation": list(map(str, validation))}
+    if place.small:  # what is held out is enough text
+        training, options = validation, {"validation_share": 0.3, "vocab_size": 300, "tokenizer_documents": 100}
     sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*training, *validation)}
     if made:
         if json.loads((out / SOURCES).read_text()) != sources:
             raise ValueError(f"{str(out)!r} was made of other files than data={str(place.data)!r}; choose other runs")
         return out
-    sizes: dict[str, Any] = {"vocab_size": 300} if place.small else {}
     out.mkdir(parents=True, exist_ok=True)
     (out / SOURCES).write_text(json.dumps(sources, indent=1) + "\n")
-    prepare([str(path) for path in training], out, validation=list(map(str, validation)), console=console, **sizes)
+    prepare([str(path) for path in training], out, **options, console=console)
     return out
 
 

@@ -88,6 +88,7 @@ def run(
         raise ValueError(f"minutes={minutes} must be above 0")
     if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
         raise ValueError(f"only={list(only)} has no effect on {', '.join(names)}, which are not made of runs")
+    place.check()
     make_folder("results", place.results)
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     if "table3" in wanted and not table3.folders(place):
@@ -113,6 +114,8 @@ def run(
     page = page_path(place)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_text(place), encoding="utf-8")
+    if place.small:
+        console.print(Markdown(SMALL))
     for name in wanted:
         if (path := _path(name, place)).is_file():
             console.print(Markdown("\n".join(section_text(name, json.loads(path.read_text())))))

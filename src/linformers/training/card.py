@@ -70,9 +70,10 @@ a byte-level vocabulary of {corpus.vocab_size:,} tokens.
 
 def finetuned(task: str, source: str, results: dict[str, Any], command: str, note: str | None) -> str:
     """The card of a model that `linformers finetune` made."""
+    titles = {"accuracy": "accuracy", "f1": f"F1 of {results['f1_of']}"}
     rows = "\n".join(
-        f"| {name} | {mean:.4f} | {deviation:.4f} |"
-        for name, (mean, deviation) in ((name, results[name]) for name in ("accuracy", "f1"))
+        f"| {title} | {mean:.4f} | {deviation:.4f} |"
+        for title, (mean, deviation) in ((title, results[name]) for name, title in titles.items())
     )
     seeds = len(results["seeds"])
     return f"""---

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 MANIFEST = "manifest.json"
+# What a run, or each seed of one, leaves behind.
+TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/result.json")
 
 
 def write_whole(folder: Path, fill: Callable[[Path], object]) -> None:
@@ -181,10 +183,12 @@ def load_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def claim(run: Path, kind: str, what: dict[str, Any], begun: bool) -> dict[str, Any]:
-    """Write down what a folder is used for, unless work was begun there for something; what it is used for then."""
+def claim(run: Path, kind: str, what: dict[str, Any]) -> dict[str, Any]:
+    """Write down what a folder is used for, unless it holds work already; what it is used for then."""
     path = run / "run.json"
-    if begun and path.exists():
+    if any(found for trace in TRACES for found in run.glob(trace)):
+        if not path.exists():
+            raise ValueError(f"out={str(run)!r} holds a model that no run has left there; choose another folder")
         try:
             saved = json.loads(path.read_text())
             own = saved["kind"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
@@ -23,7 +25,7 @@ from ..provenance import sentence
 from . import card, checkpointing
 from .batches import EncodedExamples, EpochOrder, collate, encode
 from .compiled import compile_parts
-from .metrics import classification_metrics, spread
+from .metrics import classification_metrics, f1_of, spread
 from .monitor import Monitor, read_metrics
 from .recipe import COMPILE, PRECISIONS
 from .tasks import TaskData
@@ -95,13 +97,21 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
 
 def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
     """Refuse a folder in which something else was begun."""
-    what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "data": task.hash()}
-    begun = any(out.glob("seed-*/checkpoint-*")) or any(out.glob("seed-*/result.json"))
-    for name, before in checkpointing.claim(out, "finetune", what, begun).items():
-        if name == "data" and before != what[name]:
-            raise ValueError(f"out={str(out)!r} holds a run on other data; choose another folder")
-        if name not in ("kind", "seeds", "compile") and before != what[name]:
+    what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings)}
+    hashes = {"data": task.hash(), "weights": _hash(model)}
+    for name, before in checkpointing.claim(out, "finetune", what | hashes).items():
+        if name in hashes and before != hashes[name]:
+            raise ValueError(f"out={str(out)!r} holds a run with other {name}; choose another folder")
+        if name in what and name not in ("seeds", "compile") and before != what[name]:
             raise ValueError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
+    if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
+        raise ValueError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}; choose another")
+
+
+def _hash(model: Path) -> str:
+    """What tells a model from others, wherever it lies."""
+    files = [model / "config.json", model / "tokenizer.json", *sorted(model.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(checkpointing.file_hash, files)).encode()).hexdigest()
 
 
 def _run_seeds(
@@ -267,6 +277,7 @@ def _report(
         "note": task.note,
         "accuracy": spread([result["accuracy"] for result in seeds]),
         "f1": spread([result["f1"] for result in seeds]),
+        "f1_of": f1_of(task.label_names),
         "seeds": seeds,
         "rows_per_second": max(record.get("rows_per_second", 0.0) for record in records),
         "peak_bytes": max(record.get("peak_bytes", 0) for record in records) or None,
@@ -285,10 +296,10 @@ def _report(
     checkpointing.write_whole(out / "model", fill)
     checkpointing.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
     table = Table("", *(f"seed {result['seed']}" for result in seeds), "mean ± deviation", title=f"{task.name}, in %")
-    for name in ("accuracy", "f1"):
+    for name, title in (("accuracy", "accuracy"), ("f1", f"F1 of {results['f1_of']}")):
         mean, deviation = results[name]
         values = (f"{100 * result[name]:.2f}" for result in seeds)
-        table.add_row(name, *values, f"[bold]{100 * mean:.2f} ± {100 * deviation:.2f}[/bold]")
+        table.add_row(escape(title), *values, f"[bold]{100 * mean:.2f} ± {100 * deviation:.2f}[/bold]")
     table.caption = f"on {task.reported_on}, {len(task.test):,} rows" + (f"; {task.note}" if task.note else "")
     console.print(table)
     console.print(f"numbers in {out / 'results.json'}, the best model in {out / 'model'}", markup=False)

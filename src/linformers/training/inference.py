@@ -21,7 +21,7 @@ from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .batches import collate, encode
 from .corpus import Corpus, tokenizer_hash
 from .finetune import check_model, load_tokenizer
-from .metrics import classification_metrics
+from .metrics import classification_metrics, f1_of
 from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
 from .tasks import TaskData
@@ -72,7 +72,7 @@ def predict(
             results = [results]
         for line, result in zip(batch, results, strict=True):
             if not classifies:
-                result = {"guesses": [{"word": g["token_str"].strip(), "score": g["score"]} for g in result]}
+                result = {"guesses": [{"word": _word(g["token_str"]), "score": g["score"]} for g in result]}
             out.write(json.dumps({"text": line, **result}, ensure_ascii=False) + "\n")
             count += 1
         out.flush()
@@ -121,7 +121,8 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
         with torch.no_grad():
             logits.append(network(**inputs).logits.float().cpu())
     metrics = classification_metrics(torch.cat(logits).numpy(), examples.labels)
-    return {**metrics, "rows": len(task.test), "reported_on": task.reported_on, "note": task.note}
+    named = {**metrics, "f1_of": f1_of(names)}
+    return {**named, "rows": len(task.test), "reported_on": task.reported_on, "note": task.note}
 
 
 def check_classifier(model: Path) -> None:
@@ -137,6 +138,11 @@ def purpose(model: Path) -> str:
     if architecture not in purposes:
         raise ValueError(f"model={str(model)!r} is a {architecture}, not one of {', '.join(purposes)}")
     return purposes[architecture]
+
+
+def _word(token: str) -> str:
+    """A token without the space before it; of one that is nothing but white space, all of it."""
+    return token.strip() or token
 
 
 def _loaded(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:

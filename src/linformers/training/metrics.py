@@ -26,6 +26,11 @@ def f1(predictions: Any, labels: Any, num_labels: int) -> float:
     return float(np.mean([2 * hit / max(size, 1) for hit, size in zip(hits, named, strict=True)]))
 
 
+def f1_of(label_names: Sequence[str]) -> str:
+    """Which class F1 is that of."""
+    return repr(label_names[1]) if len(label_names) == 2 else "all labels, their mean"
+
+
 def classification_metrics(logits: Any, labels: Any) -> dict[str, float]:
     """Accuracy and F1 of the classes with the largest logit; `logits` has a row for each label."""
     logits = np.asarray(logits)

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import DownloadColumn, TextColumn
 
-from ..checks import check_size
+from ..checks import check_size, make_folder
 from ..progress import progress
 from . import sources as files
 from .corpus import (
@@ -23,7 +23,6 @@ from .corpus import (
     TOKENIZER,
     Manifest,
     ShardWriter,
-    Split,
     clear_unfinished,
     token_dtype,
     tokenizer_hash,
@@ -39,6 +38,8 @@ PIECE = re.compile(r"(?s).{1,99999}\S(?=[ \n]|\Z)|.{1,100000}")
 TOKENIZER_CHARACTERS = 2**28
 RATE = TextColumn("{task.fields[rate]}")
 SMALL = 2**25  # bytes for which starting processes does not pay: the tokenizers library has threads of its own
+# Tokens of the validation set below which a perplexity is mostly chance.
+FEW = 10_000
 
 
 def prepare(
@@ -85,18 +86,20 @@ def prepare(
         raise ValueError(f"sources={list(sources)} leave nothing to train on; name files, folders or hub datasets")
     if (out / MANIFEST).exists():
         raise ValueError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+    share = 0.0 if held_out else validation_share
     # All of the training text comes first: nobody should wait for it to hear this.
     if held_out and not any(next(source.texts(text_column), "") for source in held_out):
         raise ValueError("the validation sources hold no text")
+    if share:
+        _refuse_no_validation(training, text_column, share)
+    make_folder("out", out)
     everything = training + held_out
     # The hub does not say how much will come.
     size = sum(s.size for s in everything) if all(isinstance(s.name, Path) for s in everything) else None
     if workers is None:
         workers = 1 if size is not None and size < SMALL else os.cpu_count() or 1
-    share = 0.0 if held_out else validation_share
     taken = None if tokenizer is None else load_tokenizer(tokenizer)
 
-    out.mkdir(parents=True, exist_ok=True)
     clear_unfinished(out)
     if taken is None:
         with progress(console, None, RATE) as bars:
@@ -122,7 +125,9 @@ def prepare(
             rate = tokens / (time.perf_counter() - began)
             bars.update(task, rate=f"{rate:,.0f} tokens a second")
     splits = {name: writer.summary for name, writer in writers.items()}
-    _refuse_empty(splits, validation_share)
+    if splits["train"]["documents"] == 0:
+        cause = f"validation_share={share} leaves none" if share else "the sources hold none"
+        raise ValueError(f"there is no text to train on: {cause}")
     manifest: Manifest = {
         "format": FORMAT,
         "dtype": dtype.name,
@@ -136,6 +141,14 @@ def prepare(
     for name, split in splits.items():
         counts = f"{split['documents']:,} documents, {split['tokens']:,} tokens, {len(split['shards']):,} shards"
         console.print(f"{name}: {counts}", highlight=False)
+    if splits["validation"]["tokens"] < FEW:
+        console.print(
+            f"{splits['validation']['tokens']:,} tokens are too few for a perplexity that means much: name files with "
+            "--validation, or a larger --validation-share",
+            style="yellow",
+            highlight=False,
+        )
+    console.print(f"The vocabulary has {vocabulary:,} tokens", highlight=False)
     console.print(f"Written to {out} at {rate:,.0f} tokens a second", highlight=False, markup=False)
     return manifest
 
@@ -256,15 +269,17 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
     yield from waiting.values()
 
 
-def _refuse_empty(splits: dict[str, Split], share: float) -> None:
-    if splits["train"]["documents"] == 0:
-        if splits["validation"]["documents"]:
-            raise ValueError(
-                f"validation_share={share} leaves no document to train on; name validation sources instead"
-            )
-        raise ValueError("the sources hold no text to train on")
-    if splits["validation"]["documents"] == 0:
-        raise ValueError(
-            f"validation_share={share} of {splits['train']['documents']} documents is none; "
-            "name validation sources, or choose a larger share of more documents"
-        )
+def _refuse_no_validation(training: list[_Source], text_column: str, share: float) -> None:
+    """See that a document falls into the validation set; where there are enough of them, one of the first does."""
+    documents = 0
+    for source in training:
+        for text in source.texts(text_column):
+            documents += 1
+            if _split_of(source, text, share) == "validation":
+                return
+    if documents == 0:
+        raise ValueError("there is no text to train on: the sources hold none")
+    raise ValueError(
+        f"validation_share={share} of {documents} documents is none; "
+        "name validation sources, or choose a larger share of more documents"
+    )

@@ -240,8 +240,7 @@ def num_parameters(model: nn.Module) -> int:
 def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
     """Write down what is trained in a folder; refuse another recipe, or another tokenizer, than was begun there."""
     what = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash, "corpus": corpus.hash}
-    begun = (out / "model").exists() or bool(checkpointing.checkpoints(out))
-    saved = checkpointing.claim(out, "pretrain", what, begun)
+    saved = checkpointing.claim(out, "pretrain", what)
     if changed := differences(recipe, saved["recipe"]):
         listed = "; ".join(changed)
         raise ValueError(f"out={recipe.out!r} holds a run of another recipe: {listed}; choose another out")

@@ -133,7 +133,8 @@ def labelled_file(path: Path, text_columns: Sequence[str], label_column: str, la
     task = custom_task(path, text_columns=text_columns, label_column=label_column)
     source = _find(task, None, path)
     rows = _examples(task, source, _read(task, source), {name: number for number, name in enumerate(label_names)})
-    return TaskData(task.name, rows, rows, rows, list(label_names), path.name, "")
+    note = "all rows of the file; of a model that was trained on some of them, this says little"
+    return TaskData(task.name, rows, rows, rows, list(label_names), path.name, note)
 
 
 def custom_task(
