@@ -84,6 +84,13 @@ def make_folder(name: str, folder: Path) -> None:
         raise ValueError(f"{name}={str(folder)!r} is no folder that can be written to: {error.strerror}") from None
 
 
+def check_model(name: str, folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{name}={str(folder)!r} holds no model: expected a folder that pretrain or finetune wrote")
+    if not (folder / "tokenizer.json").exists():
+        raise ValueError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
+
+
 def refuse_length(name: str, length: int, max_length: int, way_out: str) -> NoReturn:
     # Called once a check has failed: a number that goes into text before costs a compiled graph for each length.
     raise ValueError(

@@ -33,6 +33,7 @@ Text = Annotated[str, typer.Option(help="The column of a labelled file that hold
 Label = Annotated[str, typer.Option(help="The column that holds the label.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
 Texts = Annotated[list[str], typer.Option(help="Files or folders of text, jsonl, csv or parquet; may be repeated.")]
+Length = Annotated[int | None, typer.Option(help="Tokens of a passage, n; else 512, or what the model takes.")]
 Out = Annotated[Path, typer.Option(help="Folder for what the command writes.")]
 
 
@@ -270,18 +271,20 @@ def theorems(
 def spectrum(
     model: Encoder,
     text: Texts,
-    length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
+    length: Length = None,
     sentences: Annotated[int, typer.Option(help="How many passages.")] = 1000,
-    at: Annotated[int, typer.Option(help="Singular values whose share the heat map shows.")] = 128,
+    at: Annotated[int | None, typer.Option(help="Singular values whose share the heat map shows; else n/4.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,
     text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
     workers: Annotated[int | None, typer.Option(help="Threads; by default one for each core.")] = None,
     out: Out = Path("runs/spectrum"),
 ) -> None:
     """The singular values of P in each layer and head of an encoder, as in the paper's Figure 1."""
-    from .analysis import figure1
+    from .analysis import attentions, figure1
 
     _hide_bars()
+    length = attentions.usual_length(model) if length is None else length
+    at = length // 4 if at is None else at
     settings = figure1.Settings(model, text, length, sentences, at, seed, text_column, workers)
     figure1.run(settings, out=out, command=_command(), console=console)
 
@@ -290,8 +293,8 @@ def spectrum(
 def lowrank(
     model: Encoder,
     text: Texts,
-    projected: Annotated[str, typer.Option(help="Ranks k, separated by commas.")] = "32,64,128,256",
-    length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
+    projected: Annotated[str | None, typer.Option(help="Ranks k, separated by commas; else n/16 to n/2.")] = None,
+    length: Length = None,
     passages: Annotated[int, typer.Option(help="Passages that errors are measured on.")] = 4,
     others: Annotated[int, typer.Option(help="Passages that E and F are fitted to beforehand.")] = 64,
     steps: Annotated[int, typer.Option(help="Steps of fitting.")] = 300,
@@ -300,10 +303,11 @@ def lowrank(
     out: Out = Path("runs/lowrank"),
 ) -> None:
     """P replaced by its best rank k in a pretrained encoder (equation 6), beside E and F: error and time."""
-    from .analysis import equation6
+    from .analysis import attentions, equation6
 
     _hide_bars()
-    ranks = whole_numbers("projected", projected)
+    length = attentions.usual_length(model) if length is None else length
+    ranks = [length // part for part in (16, 8, 4, 2)] if projected is None else whole_numbers("projected", projected)
     settings = equation6.Settings(model, text, ranks, length, passages, others, steps, seed, text_column)
     equation6.run(settings, out=out, command=_command(), console=console)
 
@@ -320,16 +324,17 @@ def choose_k(
     sharing: Annotated[
         str, typer.Option(help="Of E and F in the model to be trained: none, headwise, key-value or layerwise.")
     ] = "headwise",
-    length: Annotated[int, typer.Option(help="Tokens of a passage, n.")] = 512,
+    length: Length = None,
     sentences: Annotated[int, typer.Option(help="How many passages.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the choice of passages.")] = 0,
     text_column: Annotated[str, typer.Option(help="The column of tables that holds the text.")] = "text",
     out: Out = Path("runs/choose-k"),
 ) -> None:
     """Choose a projected length for each layer or head from the spectra of an encoder, as a config to train."""
-    from .analysis import choose_k, figure1
+    from .analysis import attentions, choose_k, figure1
 
     _hide_bars()
+    length = attentions.usual_length(model) if length is None else length
     spectrum = figure1.Settings(model, text, length, sentences, 1, seed, text_column)
     settings = choose_k.Settings(spectrum, energy, budget, per, sharing)
     choose_k.run(settings, out=out, command=_command(), console=console)

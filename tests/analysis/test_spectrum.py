@@ -95,6 +95,20 @@ def test_passages(text):
         attentions.passages([text], own, 300, 20)
 
 
+def test_lengths_follow_the_model(folder, text, tmp_path):
+    """This one takes 32 tokens."""
+    for command, option in (("spectrum", ["--sentences", "2"]), ("choose-k", ["--sentences", "2", "--budget", "8"])):
+        arguments = [command, folder("bert"), "--text", text, *option, "--out", str(tmp_path / "out")]
+        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    record = json.loads((tmp_path / "out" / "spectrum.json").read_text())
+    assert (record["n"], record["at"]) == (32, 8)
+    options = ["--passages", "1", "--others", "2", "--steps", "2", "--out", str(tmp_path / "low")]
+    arguments = ["lowrank", folder("bert"), "--text", text, *options]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    losses = json.loads((tmp_path / "low" / "lowrank.json").read_text())["losses"]
+    assert list(dict.fromkeys(loss["k"] for loss in losses)) == [2, 4, 8, 16]
+
+
 def test_command(folder, text, tmp_path):
     out = tmp_path / "out"
     arguments = ["spectrum", folder("bert"), "--text", text, "--length", str(N), "--at", "8", "--sentences", "6"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -348,6 +349,7 @@ def test_command(folder, text, tmp_path):
     arguments = [*ARGUMENTS, "--model", str(folder), "--text", str(text), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
+    assert re.search(r"The tables are 1\d\d columns wide: they are in .*theorems\.md", result.output.replace("\n", ""))
     found = json.loads((tmp_path / "out" / "theorems.json").read_text())
     assert {"command", "commit", "device", "torch", "seed", "settings"} <= found.keys()
     records = [dict(zip(found["columns"], row, strict=True)) for row in found["records"]]

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..checks import check_size
 from ..config import LinformerConfig
@@ -20,15 +27,25 @@ from ..training import sources
 # Called with the number of a layer and its P, (b, h, n, n); may return what to put in its place.
 Watch = Callable[[int, Tensor], Tensor | None]
 
+USUAL_LENGTH = 512
 # So many times the passages that are asked for are gathered, and then drawn from.
 POOL = 20
 
 
 def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer from a folder or a hub name, ready to be watched."""
+    config, tokenizer = load_config(name)
+    with _told(name):
+        model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device).eval(), tokenizer
+
+
+def load_config(name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """The config and the tokenizer of a model whose P can be looked at."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no hub name either
         raise ValueError(f"model={name!r} is no folder")
-    try:
+    with _told(name):
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"model={name!r} is a decoder; the analysis is of encoders, whose queries see all keys")
@@ -37,20 +54,29 @@ def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel,
                 f"model={name!r} is a Linformer, whose attention is onto projected keys; take an encoder with full "
                 "attention, such as RoBERTa or a twin (projection='identity')"
             )
-        model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager")
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return config, AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Say in a sentence what keeps a model from being loaded."""
+    try:
+        yield
     except (OSError, KeyError) as error:
         reason = str(error).splitlines()[0]
         where = "cannot be loaded" if Path(name).is_dir() else "is no folder, and the hub does not give it"
         raise ValueError(f"model={name!r} {where}: {reason}") from None
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval(), tokenizer
 
 
-def longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+def longest(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """The most tokens that a model takes."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None)
     return min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+
+
+def usual_length(name: str) -> int:
+    """512 tokens, or as many as a model takes."""
+    return min(USUAL_LENGTH, longest(*load_config(name)))
 
 
 def passages(

@@ -147,7 +147,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
         table.add_row(
             name, f"{np.mean(lengths):.1f}", kept_share, f"{milliseconds(cell):.1f}", f"{mebibytes(cell):,.0f}"
         )
-    bought = f"A mean k of {settings.budget} buys" if settings.budget else "What was asked for is"
+    bought = f"A mean k of at most {settings.budget} buys" if settings.budget else "What was asked for is"
     sizes = {**fields, "max_position_embeddings": settings.spectrum.length, "sharing": settings.sharing}
     changes = [f"model.{name}={sizes[name]}" for name in RECIPE_FIELDS]
     lines = [

@@ -162,7 +162,7 @@ def read_passages(folder: Path, text: Path, length: int) -> Passages:
             break
     model, tokenizer = load_encoder(str(folder))
     ids = torch.tensor(tokenizer(start[: 100 * length], add_special_tokens=False, verbose=False)["input_ids"])
-    n = min(length, longest(model, tokenizer), len(ids) // 2)
+    n = min(length, longest(model.config, tokenizer), len(ids) // 2)
     if n < 2:
         raise ValueError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")
     return Passages(folder.name, model, ids[:n], ids[n : 2 * n])

@@ -126,8 +126,13 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Fin
     (out / "theorems.json").write_text(text + "\n", encoding="utf-8")
     for suffix in ("png", "svg"):
         plots.theorems(theorem_tables.panels(findings.records, findings.fits), out / f"theorems.{suffix}")
-    for table in theorem_tables.tables(findings.records, findings.fits, findings.proof):
-        console.print(table)
+    tables = theorem_tables.tables(findings.records, findings.fits, findings.proof)
+    unbounded = console.options.update(width=1000)
+    if (wanted := max(console.measure(table, options=unbounded).maximum for table in tables)) <= console.width:
+        for table in tables:
+            console.print(table)
+    else:
+        console.print(f"The tables are {wanted} columns wide: they are in {out / 'theorems.md'}", markup=False)
     console.print(theorem_page.conclusion(findings.records, findings.fits), highlight=False, markup=False)
     for line in theorem_page.sentences(findings.records, findings.fits, findings.proof) + findings.limits:
         console.print(f"- {line}", highlight=False, markup=False)

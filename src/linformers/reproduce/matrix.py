@@ -187,7 +187,7 @@ def pretrained(out: Path, recipe: Recipe, timed: bool) -> dict[str, Any]:
 
 
 def _deciding(recipe: Recipe) -> dict[str, Any]:
-    fields = {name: value for name, value in recipe.to_dict().items() if name not in FREE}
+    fields = {name: value for name, value in recipe.to_dict().items() if name not in FREE and value is not None}
     # What is `None` by default is known by what becomes of it; records of unshifted windows are older than the field.
     model = {name: value for name, value in recipe.model.items() if name != "shifted_windows"}
     shifted = recipe.config(vocab_size=1000).shifted_windows

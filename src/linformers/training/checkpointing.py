@@ -220,6 +220,12 @@ def write_text(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
+def model_hash(folder: Path) -> str:
+    """What tells a saved model from others, wherever it lies."""
+    files = [folder / "config.json", folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+
+
 def file_hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

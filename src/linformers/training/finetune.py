@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from ..checks import check_choice, check_positive, check_probability, check_size, make_folder
+from ..checks import check_choice, check_model, check_positive, check_probability, check_size, make_folder
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
 from ..heads import LinformerForSequenceClassification
@@ -98,7 +97,7 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
 def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
     """Refuse a folder in which something else was begun."""
     what = {"task": task.name, "model": str(model), **dataclasses.asdict(settings)}
-    hashes = {"data": task.hash(), "weights": _hash(model)}
+    hashes = {"data": task.hash(), "weights": checkpointing.model_hash(model)}
     for name, before in checkpointing.claim(out, "finetune", what | hashes).items():
         if name in hashes and before != hashes[name]:
             raise ValueError(f"out={str(out)!r} holds a run with other {name}; choose another folder")
@@ -106,12 +105,6 @@ def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
             raise ValueError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
     if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
         raise ValueError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}; choose another")
-
-
-def _hash(model: Path) -> str:
-    """What tells a model from others, wherever it lies."""
-    files = [model / "config.json", model / "tokenizer.json", *sorted(model.glob("*.safetensors"))]
-    return hashlib.sha256("".join(map(checkpointing.file_hash, files)).encode()).hexdigest()
 
 
 def _run_seeds(
@@ -234,16 +227,9 @@ def _whole(folder: Path) -> Path:
     return folder
 
 
-def check_model(folder: Path) -> None:
-    if not (folder / "config.json").exists():
-        raise ValueError(f"model={str(folder)!r} holds no model: expected a folder that pretrain or finetune wrote")
-    if not (folder / "tokenizer.json").exists():
-        raise ValueError(f"model={str(folder)!r} has no tokenizer: save one beside the model")
-
-
 def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
     """A model's tokenizer, whose `model_max_length` is what the model is to read of a text: by default all it can."""
-    check_model(folder)
+    check_model("model", folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
     if max_length > n:

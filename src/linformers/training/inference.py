@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, pipeline
 from transformers.pipelines.base import PipelineException
 
-from ..checks import check_size
+from ..checks import check_model, check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .batches import collate, encode
 from .corpus import Corpus, tokenizer_hash
-from .finetune import check_model, load_tokenizer
+from .finetune import load_tokenizer
 from .metrics import classification_metrics, f1_of
 from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
@@ -132,7 +132,7 @@ def check_classifier(model: Path) -> None:
 
 def purpose(model: Path) -> str:
     """What a saved model is for, by its architecture."""
-    check_model(model)
+    check_model("model", model)
     (architecture,) = LinformerConfig.from_pretrained(model).architectures or ["none"]
     purposes = {"LinformerForMaskedLM": "fill-mask", "LinformerForSequenceClassification": "text-classification"}
     if architecture not in purposes:

@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from .. import plots
-from ..checks import make_folder
+from ..checks import check_model, make_folder
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
 from ..heads import LinformerForMaskedLM
 from . import card, checkpointing
 from .compiled import compile_parts
-from .corpus import Corpus
+from .corpus import Corpus, tokenizer_hash
 from .monitor import Monitor, read_metrics
 from .recipe import Recipe, differences
 from .rows import MaskedRows, Vocabulary, as_it_is
@@ -118,7 +118,7 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = LinformerForMaskedLM(config)
+    model = LinformerForMaskedLM(config) if recipe.start is None else started(recipe, config, corpus)
     compile_parts(model, recipe.compile)
     if recipe.shard:
         shard(model)
@@ -132,6 +132,24 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
         ),
         processing_class=tokenizer,
     )
+
+
+def started(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> LinformerForMaskedLM:
+    """The model that a recipe starts from, if it is one of its size and of the corpus's tokenizer."""
+    folder = Path(recipe.start or "")
+    check_model("start", folder)
+    saved = LinformerConfig.from_pretrained(folder)
+    if saved.architectures != [LinformerForMaskedLM.__name__]:
+        raise ValueError(f"start={recipe.start!r} is a {saved.architectures}, not a {LinformerForMaskedLM.__name__}")
+    if tokenizer_hash(folder) != corpus.tokenizer_hash:
+        raise ValueError(
+            f"data={recipe.data!r} was made with another tokenizer than start={recipe.start!r}; prepare it with "
+            f"--tokenizer {recipe.start}"
+        )
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if getattr(saved, name) != getattr(config, name):
+            raise ValueError(f"start={recipe.start!r} has {name}={getattr(saved, name)}, not {getattr(config, name)}")
+    return LinformerForMaskedLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
 def training_rows(recipe: Recipe, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> MaskedRows:
@@ -239,7 +257,8 @@ def num_parameters(model: nn.Module) -> int:
 
 def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
     """Write down what is trained in a folder; refuse another recipe, or another tokenizer, than was begun there."""
-    what = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash, "corpus": corpus.hash}
+    start = None if recipe.start is None else checkpointing.model_hash(Path(recipe.start))
+    what = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash, "corpus": corpus.hash, "start": start}
     saved = checkpointing.claim(out, "pretrain", what)
     if changed := differences(recipe, saved["recipe"]):
         listed = "; ".join(changed)
@@ -248,6 +267,8 @@ def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
         raise ValueError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
     if saved["corpus"] != corpus.hash:
         raise ValueError(f"data={recipe.data!r} is another corpus than that of the run in out={recipe.out!r}")
+    if saved.get("start") != start:
+        raise ValueError(f"start={recipe.start!r} holds other weights than the run in out={recipe.out!r} began with")
 
 
 def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, command: str) -> None:

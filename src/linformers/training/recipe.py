@@ -33,6 +33,8 @@ class Recipe:
         data: the folder that `linformers prepare` made.
         out: the folder of the run: checkpoints, metrics, and the model at the end.
         model: fields of `LinformerConfig`; the vocabulary is the corpus's.
+        start: the folder of a model to train on instead of a new one, with the tokenizer of the corpus. It may differ
+            from `model` in its projection: what does not fit starts anew.
         steps: updates of the weights.
         batch_size: rows in an update, over all processes.
         rows_at_once: rows in one pass of one process; gradients of the others are accumulated. 0 means as many as
@@ -60,6 +62,7 @@ class Recipe:
     out: str
     steps: int
     model: dict[str, Any] = field(default_factory=dict)
+    start: str | None = None
     batch_size: int = 64
     rows_at_once: int = 0
     learning_rate: float = 1e-3
@@ -89,6 +92,8 @@ class Recipe:
         for name in ("data", "out"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be the name of a folder")
+        if not isinstance(self.start, str | None) or self.start == "":
+            raise ValueError(f"start={self.start!r} must be the folder of a model, or null for a new one")
         for name in ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"):
             check_size(name, getattr(self, name))
         for name in ("warmup_steps", "workers", "rows_at_once", "seed"):
