@@ -1,8 +1,14 @@
 """The modes that every property must hold in, and small models in each of them."""
 
+from typing import TypeVar
+
 import torch
+from torch import nn
 
 from linformers import LinformerConfig, LinformerForMaskedLM
+from linformers.projections import LinearProjection
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity")
@@ -60,11 +66,19 @@ def config(**mode) -> LinformerConfig:
     return LinformerConfig(**{**fields, **mode})
 
 
+def randomised(model: ModelT, std: float = 0.3) -> ModelT:
+    """Random weights everywhere, biases, E and norms included, at which attention decides about the output."""
+    for parameter_name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm.weight" in parameter_name), std=std)
+    for module in model.modules():
+        if isinstance(module, LinearProjection):  # whose E is s Δ
+            nn.init.normal_(module.delta, std=std / module.scale)
+    return model.eval()
+
+
 def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.Tensor]:
-    """A model with weights that matter, token numbers, and a mask with holes and a row of nothing but padding."""
-    model = LinformerForMaskedLM(config(**mode)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    """A model with random weights, token numbers, and a mask with holes and a row of nothing but padding."""
+    model = randomised(LinformerForMaskedLM(config(**mode)))
     ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
     mask[:, 5] = True
     mask[3] = False

@@ -324,6 +324,16 @@ def test_implementations_that_cannot_mask_slots():
         model(torch.ones(1, 12, dtype=torch.long), torch.tensor([[1] * 6 + [0] * 6]))
 
 
+def test_other_windows_are_asked_for_with_the_projection(tmp_path):
+    LinformerModel(modes.config(local_window=2)).save_pretrained(tmp_path)
+    twin = LinformerModel.from_pretrained(tmp_path, projection="identity", local_window=0)
+    assert (twin.config.projection, twin.config.local_windows) == ("identity", (0, 0))
+    alone = LinformerModel.from_pretrained(tmp_path, projection="none", local_window=3)
+    assert alone.config.local_windows == (3, 3)
+    with refused("local_window=2 adds nothing to projection='identity'"):
+        LinformerModel.from_pretrained(tmp_path, projection="identity")
+
+
 def test_checkpoint_of_another_length(tmp_path):
     model = LinformerForMaskedLM(modes.config())
     model.save_pretrained(tmp_path)
@@ -342,6 +352,10 @@ def test_checkpoint_of_another_length(tmp_path):
         LinformerForMaskedLM.from_pretrained(tmp_path, sharing="key-value")
     with refused("the checkpoint was made with norm_first=False: under True its weights mean another"):
         LinformerForMaskedLM.from_pretrained(tmp_path, norm_first=True)
+    assert (
+        LinformerModel.from_pretrained(tmp_path, num_hidden_layers=1, projected_length=[4]).config.num_hidden_layers
+        == 1
+    )
     RobertaConfig(vocab_size=31, hidden_size=16, num_attention_heads=4).save_pretrained(tmp_path / "roberta")
     with refused("LinformerModel cannot be loaded from a checkpoint of model type 'roberta'; load it as such, then"):
         LinformerModel.from_pretrained(tmp_path / "roberta")

@@ -25,15 +25,15 @@ EXPORTED = [
     {"projection": "mean"},
     {"projection": "max"},
     {"projection": "conv", "sharing": "key-value"},
+    {"projection": "dynamic"},
     {"projection": "identity"},
+    {"projection": "linear", "local_window": 2},
+    {"projection": "none", "local_window": 2},
 ]
 
 
 def model_of(mode):
-    model = LinformerForMaskedLM(modes.config(**mode)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return modes.randomised(LinformerForMaskedLM(modes.config(**mode)))
 
 
 def inputs_of(batch, length, masked=True):

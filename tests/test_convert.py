@@ -12,22 +12,29 @@ from transformers import (
 )
 
 from linformers.convert import from_roberta
+from linformers.projections import window_matrix
 
 
 def roberta(model_class, **fields):
     config = RobertaConfig(
         vocab_size=31,
-        hidden_size=16,
         num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=24,
-        max_position_embeddings=25,
-        **{"type_vocab_size": 1, "num_labels": 3, **fields},
+        **{"hidden_size": 16, "max_position_embeddings": 25, "type_vocab_size": 1, "num_labels": 3, **fields},
     )
     model = model_class(config).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("orm.weight" in name), std=0.2)
     return model
+
+
+def test_a_dynamic_projection_knows_the_positions_of_roberta():
+    own = roberta(RobertaModel, max_position_embeddings=130, hidden_size=64)
+    model = from_roberta(own, projection="dynamic", projected_length=32)
+    positions, S = model.embeddings.position_embeddings.weight, model.projections[0].weight
+    E = (torch.nn.functional.layer_norm(positions, positions.shape[-1:]) @ S).softmax(0)  # (n, k)
+    assert (E * (window_matrix(128, 32, 128) > 0)).sum(0).mean() > 0.5  # chance is 1/32
 
 
 def padded_batch():

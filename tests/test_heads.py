@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from linformers import (
     LinformerForMaskedLM,
@@ -17,10 +16,7 @@ from .naive import naive_attention
 
 
 def model_of(model_class, **fields):
-    model = model_class(modes.config(**fields))
-    for name, parameter in model.named_parameters():
-        nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)
-    return model.eval()
+    return modes.randomised(model_class(modes.config(**fields)))
 
 
 def cross_entropy(logits, labels):

@@ -16,10 +16,7 @@ every_mode = pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 def model_of(mode, model_class=LinformerModel, std=0.3, **fields):
     """A model with random weights everywhere, biases, E and norms included."""
     torch.manual_seed(0)
-    model = model_class(modes.config(**mode, **fields))
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm.weight" in name), std=std)
-    return model.eval()
+    return modes.randomised(model_class(modes.config(**mode, **fields)), std)
 
 
 def masks(min_length=1):

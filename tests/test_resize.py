@@ -12,10 +12,7 @@ from . import modes
 
 
 def trained(**mode):
-    model = LinformerForMaskedLM(modes.config(**mode))
-    for name, parameter in model.named_parameters():
-        nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)
-    return model.eval()
+    return modes.randomised(LinformerForMaskedLM(modes.config(**mode)))
 
 
 @pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
@@ -127,6 +124,13 @@ def test_frozen_weights_stay_frozen():
     model.resize_length(24, 8)
     assert [p.requires_grad for p in model.linformer.projections.parameters()] == [False, True, True, True]
     assert not model.linformer.embeddings.position_embeddings.weight.requires_grad
+
+
+def test_dynamic_windows_stay_where_they_are_at_the_same_ratio():
+    model = LinformerForMaskedLM(modes.config(projection="dynamic", max_position_embeddings=128, projected_length=32))
+    before = model.linformer.projections[0].weight.clone()
+    model.resize_length(64, 16)
+    assert torch.equal(model.linformer.projections[0].weight, before[:, :16])
 
 
 def test_dynamic_projections_do_not_know_n():

@@ -175,6 +175,50 @@ def test_no_tokens_at_all():
     assert attention(torch.randn(2, 3, 16), context=torch.zeros(2, 0, 16)).shape == (2, 3, 16)
 
 
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_no_rows_at_all(mode):
+    model = LinformerModel(modes.config(**mode))
+    ids = torch.zeros(0, 7, dtype=torch.long)
+    for mask in (None, torch.ones_like(ids)):
+        assert model(ids, mask).last_hidden_state.shape == (0, 7, 16)
+
+
+@pytest.mark.parametrize("projection", ["linear", "mean", "dynamic", "conv"])
+def test_autocast_leaves_float64_alone(projection):
+    attention = LinformerAttention(16, 4, 12, 4, projection=projection).double()
+    x, mask = torch.randn(2, 12, 16, dtype=torch.float64), torch.ones(2, 12, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = attention(x, mask)
+    assert torch.equal(result, attention(x, mask))
+    assert result.dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", modes.UNIFORM + modes.LOCAL, ids=modes.name)
+def test_hooks_are_called(mode):
+    model, ids, mask = modes.model_and_inputs(**mode)
+    layer = model.linformer.layers[0].attention
+    called = []
+    for name in ("query", "key", "value", "output"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: called.append(name))
+    expected = model(ids, mask).logits
+    assert {*called} == ({"query", "key", "value", "output"})
+    layer.key.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    assert (model(ids, mask).logits - expected)[mask].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_attention_matters_to_models_that_are_compared(mode):
+    """More than the errors that half precision is granted, so that a comparison notices wrong attention."""
+    model, ids, mask = modes.model_and_inputs(**mode)
+    expected = model(ids, mask).logits
+    for layer in model.linformer.layers:
+        layer.attention.scaling = 0.0
+    assert (model(ids, mask).logits - expected)[mask].abs().max() > 0.1
+    for layer in model.linformer.layers:
+        nn.init.zeros_(layer.attention.output.weight)
+    assert (model(ids, mask).logits - expected)[mask].abs().max() > 0.5
+
+
 @pytest.mark.parametrize("asked", [{}, {"projection_scale": 0.03}, {"shifted_windows": None}])
 def test_what_is_settled_stays_settled(asked, tmp_path):
     """A twin's weights with projections that are new: what their defaults become is saved."""

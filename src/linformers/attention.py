@@ -287,8 +287,9 @@ class HeadGroup(NamedTuple):
 
 
 def is_plain(linear: nn.Linear, tokens: Tensor) -> bool:
-    """Whether a layer is no more than its weight: only calling is right for one adapted, quantised or offloaded."""
-    return type(linear) is nn.Linear and linear.weight.device == tokens.device
+    """Whether a layer is no more than its weight: only calling is right for one adapted, quantised or hooked."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and linear.weight.device == tokens.device and not hooked
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[HeadGroup]:

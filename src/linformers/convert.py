@@ -114,6 +114,7 @@ def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrained
     if "max_position_embeddings" in config:
         twin.resize_length(config["max_position_embeddings"])
     model = _load(CLASSES[name](LinformerConfig(**{**fields, **config})), twin.state_dict())
+    model.find_windows(model.modules())
     return model.to(roberta.device, roberta.dtype).train(roberta.training)
 
 

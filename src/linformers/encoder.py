@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -170,16 +170,21 @@ class LinformerPreTrainedModel(PreTrainedModel):
         # Of modules without weights of their own transformers does not ask `_init_weights`.
         new = [module for module in self.modules() if not hasattr(module, "_is_hf_initialized")]
         super().initialize_weights()
+        self.find_windows(new)
         for module in new:
-            if isinstance(module, DynamicProjection) and self.config.sharing != "none":
-                positions = self.base_model.embeddings.position_embeddings.weight
-                init.copy_(module.weight, module.windows(positions))
-            elif isinstance(module, ProjectedAttention) and self.config.initial_self_score is not None:
+            if isinstance(module, ProjectedAttention) and self.config.initial_self_score is not None:
                 # A normalised token x has |x|² = d, hence a score with itself of std² d √d_head.
                 size = module.hidden_size * math.sqrt(module.head_dim)
                 score = self.config.initial_self_score * math.sqrt(module.tokens_per_key)
                 init.normal_(module.query.weight, std=math.sqrt(score / size))
                 init.copy_(module.key.weight, module.query.weight)
+
+    @torch.no_grad()
+    def find_windows(self, modules: Iterable[nn.Module]) -> None:
+        """Let the dynamic projections among modules know windows by the positions that the model has now."""
+        for module in modules:
+            if isinstance(module, DynamicProjection) and self.config.sharing != "none":  # one head's share has none
+                init.copy_(module.weight, module.windows(self.base_model.embeddings.position_embeddings.weight))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from .config import LinformerConfig
 
@@ -37,15 +39,18 @@ def asked_config(saved: LinformerConfig, kwargs: dict[str, Any], where: dict[str
     asked = kwargs.get("config") or saved
     if not isinstance(asked, LinformerConfig):
         asked = LinformerConfig.from_pretrained(asked, **where)
-    names = ("max_position_embeddings", "projected_length", "projection", "norm_first", *MEANING_OF_WEIGHTS)
-    return LinformerConfig(**{**asked.to_dict(), **{name: kwargs[name] for name in names if name in kwargs}})
+    ours, everyones = ({f.name for f in dataclasses.fields(kind)} for kind in (LinformerConfig, PreTrainedConfig))
+    names = (ours - everyones) & kwargs.keys()
+    return LinformerConfig(**{**asked.to_dict(), **{name: kwargs[name] for name in names}})
 
 
 def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> None:
     """Refuse a config under which the weights of a checkpoint do not fit, or would mean something else."""
     n, k = asked.max_position_embeddings, asked.projected_length
+    # Layers that only one of them has are left out, or start anew.
+    lengths = zip(saved.projected_lengths, asked.projected_lengths, strict=False)
     if saved.max_position_embeddings != n or (
-        saved.projection == asked.projection and saved.projected_lengths != asked.projected_lengths
+        saved.projection == asked.projection and any(theirs != ours for theirs, ours in lengths)
     ):
         raise ValueError(
             f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.projected_length}, but n={n}, k={k} "

@@ -126,8 +126,8 @@ class DynamicMap(LinearMap):
         scores = (tokens.to(dtype) @ weights.to(dtype)).to(precise)  # (b, n, k), or (b, h, n, k)
         if lengths is not None:
             padding = torch.arange(tokens.shape[-2], device=tokens.device) >= lengths[:, None]  # (b, n)
-            padding = padding.view(len(lengths), *[1] * (tokens.dim() - 3), -1, 1)
-            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
+            padding = padding if tokens.dim() == 3 else padding[:, None]
+            scores = scores.masked_fill(padding[..., None], torch.finfo(scores.dtype).min)
         E = scores.softmax(-2).to(dtype)
         return self.coarsen(E.mT @ tokens.to(dtype), k)
 
@@ -240,4 +240,5 @@ def working_dtype(tokens: Tensor) -> torch.dtype:
     device = tokens.device.type
     if device == "meta":  # which knows of no autocast
         return tokens.dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
+    casts = torch.is_autocast_enabled(device) and tokens.dtype != torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(device) if casts else tokens.dtype

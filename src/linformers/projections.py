@@ -42,7 +42,7 @@ class LinearProjection(nn.Module):
         E = self.scale * self.delta[:seq_len]
         if self.init == "window":
             n, k = self.delta.shape
-            E = E + window_matrix(n, k, seq_len, E.device).to(E.dtype)
+            E = E + window_matrix(n, k, seq_len, E.device, E.dtype)
         return E
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class DynamicProjection(nn.Module):
     def windows(self, positions: Tensor) -> Tensor:
         """The S under which each mean is mostly of one window of n/k tokens, found by their positions (n, d)."""
         n, k = len(positions), self.weight.shape[1]
-        means = window_matrix(n, k, n, positions.device).to(positions.dtype).mT @ positions  # (k, d)
+        means = window_matrix(n, k, n, positions.device, positions.dtype).mT @ positions  # (k, d)
         size = positions.square().mean().sqrt()
         return means.mT * (self.sharpness / (positions.shape[1] * size))
 
@@ -102,7 +102,10 @@ class DynamicProjection(nn.Module):
         k, old_k = self.weight.shape[1], other.weight.shape[1]
         self.weight.copy_(other.weight.cpu().double() @ (overlap(k, old_k) * k).mT)
 
-    load_slice = load_resampled
+    @torch.no_grad()
+    def load_slice(self, other: DynamicProjection) -> None:
+        """Take the first columns of `other`, whose n/k is the same: windows are where they were."""
+        self.weight.copy_(other.weight[:, : self.weight.shape[1]])
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, k={self.weight.shape[1]}"
@@ -197,10 +200,10 @@ class Projections(nn.ModuleList):
 
     def forward(self, seq_len: int) -> list[tuple[Weights, Weights]]:
         """E and F of each layer for `seq_len` tokens; each is made once, however many layers share it."""
+        if not len(self):
+            return [(None, None)] * len(self.shifts)
         most = max(self.shifts) if seq_len else 0
         every = [module(seq_len) for module in self]
-        if not every:
-            return [(None, None)] * len(self.shifts)
         if most:  # each layer sees a part of what this makes
             every = [torch.cat([E[:1].expand(most, -1), E]) for E in every]
 
@@ -231,12 +234,14 @@ def _stacked(weights: list[Tensor]) -> Weights:
     return torch.stack(weights) if all(w.shape == weights[0].shape for w in weights) else weights
 
 
-def window_matrix(n: int, k: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+def window_matrix(
+    n: int, k: int, seq_len: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The first `seq_len` rows of E₀: column j averages the rows r with ⌊r·k/n⌋ = j, also where k does not divide n."""
     owner = torch.arange(seq_len, device=device) * k // n  # (n,)
     size = ((owner + 1) * n + k - 1) // k - (owner * n + k - 1) // k
     owned = owner[:, None] == torch.arange(k, device=device)  # (n, k)
-    return torch.where(owned, 1 / size[:, None], 0)
+    return owned.to(dtype) / size[:, None]
 
 
 def overlap(new: int, old: int) -> Tensor:

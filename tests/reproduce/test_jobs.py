@@ -95,6 +95,28 @@ def test_a_failure_is_told_and_the_others_go_on(tmp_path, capsys):
     assert Store(tmp_path / "records").find(others[0]) is not None
 
 
+def test_what_builds_on_a_failure_is_not_run(tmp_path):
+    """Not even where something is left of another recipe, which would be recorded under the name of this one."""
+    (tmp_path / "first").write_text("1")
+    first = job(tmp_path, "first", "raise SystemExit('holds a run of another recipe')", seed=2)
+    second = job(tmp_path, "then", after=first)
+    assert run([first, second], tmp_path) == 1
+    store = Store(tmp_path / "records")
+    assert store.read("then") is None
+    assert [own.name for own in jobs.missing([second], store)] == ["first", "then"]
+
+
+def test_an_error_leaves_nothing_running(tmp_path):
+    told = tmp_path / "told"
+    script = f"import pathlib, signal, sys, time; p = pathlib.Path({str(told)!r})\n"
+    script += "signal.signal(signal.SIGTERM, lambda *_: (p.write_text('1'), sys.exit(143)))\n"
+    script += f"pathlib.Path({str(tmp_path / 'ready')!r}).write_text('1'); time.sleep(60)"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'ready')!r}).exists(): time.sleep(0.01)"
+    with pytest.raises(FileNotFoundError):  # the second leaves no number behind
+        run([job(tmp_path, "slow", script), job(tmp_path, "empty", wait)], tmp_path, at_once=2)
+    assert told.exists()
+
+
 def test_jobs_run_side_by_side(tmp_path):
     wait = "import time, pathlib; p = pathlib.Path({0!r}); p.write_text('1')\n"
     wait += "while not pathlib.Path({1!r}).exists(): time.sleep(0.01)"

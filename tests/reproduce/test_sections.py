@@ -318,6 +318,12 @@ def test_growth_is_the_slope_at_the_longest_lengths():
     assert table1.exponent([1, 2], [1.0, None]) is None
 
 
+def test_nothing_is_drawn_of_nothing(tmp_path):
+    record = quality.collect(Place(None, results=tmp_path))
+    quality.draw(record, tmp_path / "quality.png")
+    assert not list(tmp_path.iterdir())
+
+
 def test_spectra_that_are_there_and_those_that_are_missing():
     page = "\n".join(figure1.page(figure1.collect(Place(None, results=ROOT / "results"))))
     assert "[minilm-wikitext](../results/spectrum/minilm-wikitext/spectrum.md) | 953 | 0.834 |" in page

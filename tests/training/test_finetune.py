@@ -122,16 +122,19 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_interrupted_seed_goes_on(finished, task, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [30, 56], ids=["within", "last"])
+def test_interrupted_seed_goes_on(finished, task, model, tmp_path, monkeypatch, step):
     original = finetune.ExactTrainer.__init__
 
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        self.add_callback(SignalAt(30))
+        assert self.args.max_steps == 57
+        self.add_callback(SignalAt(step))
 
     with monkeypatch.context() as patch:
         patch.setattr(finetune.ExactTrainer, "__init__", init)
         assert finetune.run(task, model, tmp_path, SETTINGS, small.QUIET, "") == 128 + signal.SIGTERM
+    assert not (tmp_path / "seed-1").exists()
     assert finetune.run(task, model, tmp_path, SETTINGS, small.QUIET, "") == 0
     for name in ("seed-0/result.json", "seed-1/result.json", "model/model.safetensors"):
         assert (tmp_path / name).read_bytes() == (finished / name).read_bytes()

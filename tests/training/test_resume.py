@@ -87,6 +87,15 @@ def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):
     assert (tmp_path / "checkpoint-8").exists()
 
 
+def test_a_signal_in_the_last_step_is_not_lost(corpus, straight, tmp_path, monkeypatch):
+    restore = interrupt(monkeypatch, 23)
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 128 + signal.SIGTERM
+    restore()
+    assert not (tmp_path / "model").exists()
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
 def test_finished_run_is_left_alone(corpus, straight):
     out = straight(SETTINGS[0])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
@@ -138,9 +147,11 @@ def test_what_is_not_finite_stops_before_the_update(corpus, straight, tmp_path, 
         return trainer
 
     monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     message = r"loss or gradients are not finite in step 13 \(rows 96 to 103\); the weights were not changed"
     with pytest.raises(ArithmeticError, match=message + ", and the checkpoint of step 10 is kept"):
         small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     for name, parameter in seen["model"].named_parameters():
         assert torch.equal(parameter, seen["weights"][name])
     monkeypatch.setattr(pretrain, "make_trainer", original)

@@ -45,7 +45,7 @@ def attend_locally(
     """
     (b, h, n, _), k = query.shape, key.shape[2]
     size = max(window, SMALLEST_BLOCK)
-    count = -(-n // size)
+    count = (n + size - 1) // size  # not -(-n // size): ONNX rounds what is negative up
     missing = count * size - n
 
     def cut(x: Tensor, before: int = 0, behind: int = 0) -> Tensor:

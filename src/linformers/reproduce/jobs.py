@@ -144,15 +144,17 @@ def run(
     console.print(f"{len(names - {job.name for job in left})} of {len(names)} runs are there already", highlight=False)
     with progress(console) as bars, _signals() as received:
         runner = Runner(left, store, logs, console, bars, at_once)
-        while (runner.left or runner.running) and not received:
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            if not runner.start():
-                break
-            time.sleep(0.2)
-            if not received:  # which reaches what runs, too, and is no failure of it
-                runner.look()
-        runner.stop()
+        try:
+            while (runner.left or runner.running) and not received:
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+                if not runner.start():
+                    break
+                time.sleep(0.2)
+                if not received:  # which reaches what runs, too, and is no failure of it
+                    runner.look()
+        finally:
+            runner.stop()
     for name in runner.failed:
         console.print(f"{name} is missing; its log is {logs / f'{name}.log'}", style="red", markup=False)
     if runner.running or (runner.left and not runner.failed):
@@ -187,6 +189,9 @@ class Runner:
 
     def start(self) -> bool:
         """Start what may start; false if nothing runs and nothing can."""
+        for job in [job for job in self.left if job.after is not None and job.after[0].name in self.failed]:
+            self.left.remove(job)
+            self.failed.append(job.name)
         ready = [job for job in self.left if _may_start(job, self.left, self.running)]
         for job in ready[: max(0, self.at_once - len(self.running))] if self.alone is None else ():
             self.left.remove(job)
@@ -248,12 +253,12 @@ class Runner:
 
 
 def missing(jobs: Sequence[Job], store: Store) -> list[Job]:
-    """What has no record, and before it what has one but must be run again for what it left behind."""
+    """What has no record, and before it what it builds on, unless that is there as it was recorded."""
     found: dict[str, Job] = {}
     for job in jobs:
         if store.find(job) is not None:
             continue
-        if job.after is not None and not job.after[1]():
+        if job.after is not None and not (store.find(job.after[0]) and job.after[1]()):
             found[job.after[0].name] = job.after[0]
         found[job.name] = job
     return list(found.values())

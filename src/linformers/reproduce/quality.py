@@ -180,7 +180,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         "by the time they take": ("minutes on one GPU", against_time),
         f"{LONG:,} steps": ("step", {name: own["curve"] for name, own in record["longer"].items() if own}),
     }
-    plots.quality({title: panel for title, panel in panels.items() if panel[1]}, path)
+    if found := {title: panel for title, panel in panels.items() if panel[1]}:
+        plots.quality(found, path)
 
 
 def page(record: Mapping[str, Any]) -> list[str]:

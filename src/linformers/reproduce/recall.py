@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ..markdown import table
 from ..training import sources
+from ..training.checkpointing import write_text
 from ..training.finetune import Settings
 from . import quality
 from .jobs import Job
@@ -57,8 +58,9 @@ def files(place: Place) -> Path:
         sizes = TINY_SIZES if place.small else Sizes()
         found = examples([place.folder("wiki")], sizes, seed=0)
         folder.mkdir(parents=True, exist_ok=True)
+        # The one that is looked for comes last, so both are whole once it is there.
         for name, part in (("test", found[: sizes.test]), ("train", found[sizes.test :])):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(example) + "\n" for example in part))
+            write_text(folder / f"{name}.jsonl", "".join(json.dumps(example) + "\n" for example in part))
     return folder
 
 
@@ -72,7 +74,7 @@ def passages(texts: Sequence[str | Path], words: int) -> Generator[list[str], No
 
 
 def examples(texts: Sequence[str | Path], sizes: Sizes, seed: int) -> list[dict[str, str]]:
-    """Texts with their labels, each label as often as the others."""
+    """Texts with their labels, each label as often as the others in all of them."""
     rng, count = random.Random(seed), sizes.train + sizes.test
     found = []
     with closing(passages(texts, sizes.words)) as pieces:

@@ -286,5 +286,5 @@ def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, co
         text = card.pretrained(trainer.model.config, recipe, corpus, records, command, num_parameters(trainer.model))
         (folder / "README.md").write_text(text)
 
-    checkpointing.write_whole(out / "model", fill)
     plots.training({describe(trainer.model.config): records}, out / "curve.png")
+    checkpointing.write_whole(out / "model", fill)  # last: a run that has it is finished

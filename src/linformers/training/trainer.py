@@ -58,7 +58,15 @@ class ExactTrainer(Trainer):
         if self.is_sharded:  # gradients are reduced where weights are sharded; another wrapper would do it twice
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.remove_callback(PrinterCallback)  # whoever trains shows what is logged
-        self.add_callback(_Signals(self))
+        self._signals = _Signals(self)
+        self.add_callback(self._signals)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as transformers does; signals mean what they meant before when it ends, however it does."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._signals.let_go()
 
     # Saving.
 
@@ -300,8 +308,16 @@ class _Signals(TrainerCallback):
             self.before[number] = signal.signal(number, self.receive)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """One that came too late for a step must not be lost on whoever has more to do."""
+        if args.world_size > 1:
+            self.received = int(self._of_all().value())
+        if self.received:
+            self.trainer.stopped_by = self.received
+
+    def let_go(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        self.before = {}
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
@@ -309,9 +325,13 @@ class _Signals(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         received = self.received
         if args.world_size > 1:  # all processes stop after the same step, one after the first of them was told
-            told, flags = self.told, self.trainer.accelerator.gather(torch.tensor([received], device=args.device))
-            self.told = Later(flags.max())
+            told, self.told = self.told, self._of_all()
             received = 0 if told is None else int(told.value())
-        if received and state.global_step < state.max_steps:
+        if received:
             self.trainer.stopped_by = received
             control.should_save = control.should_training_stop = True
+
+    def _of_all(self) -> Later:
+        """What any of the processes received."""
+        flag = torch.tensor([self.received], device=self.trainer.args.device)
+        return Later(self.trainer.accelerator.gather(flag).max())
