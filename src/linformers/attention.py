@@ -338,7 +338,10 @@ ALL_ATTENTION_FUNCTIONS.register(TRITON, triton_attention)
 
 
 def check_attention(attn_implementation: str) -> None:
-    check_choice("attn_implementation", attn_implementation, ["eager", "triton", *ALL_ATTENTION_FUNCTIONS.valid_keys()])
+    known = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    if attn_implementation not in known:
+        named = [name for name in known if name != TRITON and "|" not in name]  # those with | are for generating text
+        check_choice("attn_implementation", attn_implementation, ["eager", "triton", *named])
 
 
 def full_name(attn_implementation: str) -> str:

@@ -37,8 +37,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     if value in choices:
         return
     nearest = nearest_name(value, choices, cutoff=0.5) if isinstance(value, str) else None
-    hint = f"; did you mean {nearest!r}?" if nearest else ""
-    raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{hint}")
+    raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{did_you_mean(nearest)}")
 
 
 def nearest_name(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -46,6 +45,11 @@ def nearest_name(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str 
     plain = {choice.lower().replace("_", "-"): choice for choice in choices}
     found = difflib.get_close_matches(name.lower().replace("_", "-"), plain, n=1, cutoff=cutoff)
     return plain[found[0]] if found else None
+
+
+def did_you_mean(name: str | None) -> str:
+    """What is added to a sentence about a name that nobody knows."""
+    return f"; did you mean {name!r}?" if name else ""
 
 
 def whole_numbers(name: str, text: str, example: str = "512,1024") -> list[int]:

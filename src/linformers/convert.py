@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checks import nearest_name
+from .checks import did_you_mean, nearest_name
 from .config import NO_CAUSAL, OTHER_NAMES, LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
 from .heads import (
@@ -137,8 +137,7 @@ def _check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: di
             continue
         if not hasattr(LinformerConfig, name):
             nearest = OTHER_NAMES.get(name) or nearest_name(name, FREE_FIELDS, cutoff=0.8)
-            hint = f"; did you mean {nearest!r}?" if nearest else ""
-            raise ValueError(f"{name}={value!r} is not a field of LinformerConfig{hint}")
+            raise ValueError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
         own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
         if own != value:
             raise ValueError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {own!r}")

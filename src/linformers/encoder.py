@@ -18,7 +18,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import ProjectedAttention, check_attention, full_name, group_heads, is_plain, ranks_of
-from .checks import check_integers, check_shape, check_size, nearest_name, refuse_length
+from .checks import check_integers, check_shape, check_size, did_you_mean, nearest_name, refuse_length
 from .config import FIXED_LENGTHS, NO_CAUSAL, LinformerConfig
 from .embeddings import LinformerEmbeddings, PositionEmbeddings
 from .loading import (
@@ -346,8 +346,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not possible: {REFUSED_ARGUMENTS[name]}")
         else:
             names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
-            nearest = nearest_name(name, names)
-            hint = f"; did you mean {nearest!r}?" if nearest else ""
+            hint = did_you_mean(nearest_name(name, names))
             raise TypeError(f"a Linformer takes no argument {name!r}{hint}")
 
 

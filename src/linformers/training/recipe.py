@@ -11,7 +11,15 @@ from typing import Any
 
 import yaml
 
-from ..checks import check_choice, check_positive, check_probability, check_size, is_number, nearest_name
+from ..checks import (
+    check_choice,
+    check_positive,
+    check_probability,
+    check_size,
+    did_you_mean,
+    is_number,
+    nearest_name,
+)
 from ..config import LinformerConfig
 
 PRECISIONS = ("auto", "bf16", "float32")
@@ -231,6 +239,4 @@ def _numbers(value: Any) -> Any:
 
 def _check_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
-        nearest = nearest_name(name, names)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise ValueError(f"{name!r} is not a key of a recipe{hint}")
+        raise ValueError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")

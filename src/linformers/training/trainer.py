@@ -124,15 +124,6 @@ class ExactTrainer(Trainer):
         )
         return f"the checkpoint {folder} could not be written ({error}); {rest}: make room and run the command again"
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model, its config and its tokenizer, for `from_pretrained`."""
-        weights = self.whole_weights()
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            self.model.save_pretrained(folder, state_dict=weights)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
-
     def whole_weights(self) -> dict[str, Tensor]:
         """Copies of them on the CPU; every process of a sharded model must call it."""
         return {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
