@@ -92,7 +92,6 @@ def prepare(
         raise ValueError("the validation sources hold no text")
     if share:
         _refuse_no_validation(training, text_column, share)
-    make_folder("out", out)
     everything = training + held_out
     # The hub does not say how much will come.
     size = sum(s.size for s in everything) if all(isinstance(s.name, Path) for s in everything) else None
@@ -100,6 +99,7 @@ def prepare(
         workers = 1 if size is not None and size < SMALL else os.cpu_count() or 1
     taken = None if tokenizer is None else load_tokenizer(tokenizer)
 
+    make_folder("out", out)
     clear_unfinished(out)
     if taken is None:
         with progress(console, None, RATE) as bars:

@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(texts, trainer)
+    _aside(lambda: bpe.train_from_iterator(texts, trainer))
     bpe.post_processor = processors.RobertaProcessing(
         ("</s>", 2), ("<s>", 0), trim_offsets=True, add_prefix_space=False
     )
@@ -47,6 +47,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         mask_token=mask,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def _aside(work: Callable[[], None]) -> None:
+    """Do work in a thread: a library that does not look up from it for a minute must not keep Ctrl-C waiting."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done.result()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
