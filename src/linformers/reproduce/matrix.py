@@ -175,12 +175,11 @@ def pretrained(out: Path, recipe: Recipe, timed: bool) -> dict[str, Any]:
     records = read_metrics(out)
     curve = [[r["step"], r["perplexity"]] for r in records if "perplexity" in r]
     speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
-    n = recipe.config(vocab_size=1000).max_position_embeddings
     return {
         "perplexity": curve[-1][1],
         "curve": curve,
         "loss": [[r["step"], r["loss"]] for r in records if "loss" in r],
-        "tokens_per_step": recipe.batch_size * n,
+        "tokens_per_step": recipe.batch_size * recipe.max_length,
         "tokens_per_second": max(speeds) if timed else None,
         "seed": recipe.seed,
     }

@@ -197,7 +197,7 @@ def training_arguments(
         weight_decay=settings.weight_decay,
         adam_beta2=0.98,
         adam_epsilon=1e-6,
-        logging_steps=max(1, steps_per_epoch // 10),
+        logging_steps=max(1, steps // 30),
         eval_strategy="steps",
         eval_steps=steps_per_epoch,
         save_strategy="steps",

@@ -157,7 +157,7 @@ def training_rows(recipe: Recipe, corpus: Corpus, tokenizer: PreTrainedTokenizer
         corpus.tokens("train"),
         vocabulary_of(tokenizer, corpus.vocab_size),
         rows=recipe.steps * recipe.batch_size,
-        length=recipe.config(vocab_size=corpus.vocab_size).max_position_embeddings,
+        length=recipe.max_length,
         seed=recipe.seed,
         mask_share=recipe.mask_share,
         short_rows=recipe.short_rows,

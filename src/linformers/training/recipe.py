@@ -133,6 +133,11 @@ class Recipe:
         """The model's config for a vocabulary."""
         return LinformerConfig(**{"sparse_prediction": True, **self.model, **vocabulary})
 
+    @property
+    def max_length(self) -> int:
+        """n, the tokens of a row."""
+        return self.config(vocab_size=50_000).max_position_embeddings
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
