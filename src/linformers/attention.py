@@ -287,7 +287,7 @@ class HeadGroup(NamedTuple):
 
 
 def is_plain(linear: nn.Linear, tokens: Tensor) -> bool:
-    """Whether a layer is no more than its weight: only calling is right for one adapted, quantised or hooked."""
+    """Whether a layer is no more than its weight: only calling is right for others: adapted, offloaded, hooked."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and linear.weight.device == tokens.device and not hooked
 

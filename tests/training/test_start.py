@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +25,7 @@ def first(corpus, tmp_path_factory):
 
 def start_of(recipe):
     """The model before the first step."""
-    return pretrain.make_trainer(recipe, Corpus.open(corpus_of(recipe)), pretrain.training_arguments(recipe)).model
-
-
-def corpus_of(recipe):
-    return pretrain.Path(recipe.data)
+    return pretrain.make_trainer(recipe, Corpus.open(Path(recipe.data)), pretrain.training_arguments(recipe)).model
 
 
 def refused(message):

@@ -77,7 +77,8 @@ def corpus(place: Place, name: str, console: Console) -> Path:
         validation += parts[1]
     options: dict[str, Any] = {"validation": list(map(str, validation))}
     if place.small:  # what is held out is enough text
-        training, options = validation, {"validation_share": 0.3, "vocab_size": 300, "tokenizer_documents": 100}
+        training, validation = validation, []
+        options = {"validation_share": 0.3, "vocab_size": 300, "tokenizer_documents": 100}
     sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*training, *validation)}
     if made:
         if json.loads((out / SOURCES).read_text()) != sources:

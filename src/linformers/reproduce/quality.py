@@ -180,8 +180,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         "by the time they take": ("minutes on one GPU", against_time),
         f"{LONG:,} steps": ("step", {name: own["curve"] for name, own in record["longer"].items() if own}),
     }
-    if found := {title: panel for title, panel in panels.items() if panel[1]}:
-        plots.quality(found, path)
+    if drawn := {title: panel for title, panel in panels.items() if panel[1]}:
+        plots.quality(drawn, path)
 
 
 def page(record: Mapping[str, Any]) -> list[str]:

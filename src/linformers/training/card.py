@@ -10,6 +10,7 @@ import yaml
 from ..config import LinformerConfig
 from ..provenance import sentence
 from .corpus import Corpus
+from .metrics import titles
 from .recipe import Recipe
 
 
@@ -70,10 +71,9 @@ a byte-level vocabulary of {corpus.vocab_size:,} tokens.
 
 def finetuned(task: str, source: str, results: dict[str, Any], command: str, note: str | None) -> str:
     """The card of a model that `linformers finetune` made."""
-    titles = {"accuracy": "accuracy", "f1": f"F1 of {results['f1_of']}"}
     rows = "\n".join(
         f"| {title} | {mean:.4f} | {deviation:.4f} |"
-        for title, (mean, deviation) in ((title, results[name]) for name, title in titles.items())
+        for title, (mean, deviation) in ((title, results[name]) for name, title in titles(results).items())
     )
     seeds = len(results["seeds"])
     return f"""---

@@ -24,7 +24,7 @@ from ..provenance import sentence
 from . import card, checkpointing
 from .batches import EncodedExamples, EpochOrder, collate, encode
 from .compiled import compile_parts
-from .metrics import classification_metrics, f1_of, spread
+from .metrics import classification_metrics, f1_of, spread, titles
 from .monitor import Monitor, read_metrics
 from .recipe import COMPILE, PRECISIONS
 from .tasks import TaskData
@@ -282,7 +282,7 @@ def _report(
     checkpointing.write_whole(out / "model", fill)
     checkpointing.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
     table = Table("", *(f"seed {result['seed']}" for result in seeds), "mean ± deviation", title=f"{task.name}, in %")
-    for name, title in (("accuracy", "accuracy"), ("f1", f"F1 of {results['f1_of']}")):
+    for name, title in titles(results).items():
         mean, deviation = results[name]
         values = (f"{100 * result[name]:.2f}" for result in seeds)
         table.add_row(escape(title), *values, f"[bold]{100 * mean:.2f} ± {100 * deviation:.2f}[/bold]")

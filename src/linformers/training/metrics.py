@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ def f1(predictions: Any, labels: Any, num_labels: int) -> float:
 def f1_of(label_names: Sequence[str]) -> str:
     """Which class F1 is that of."""
     return repr(label_names[1]) if len(label_names) == 2 else "all labels, their mean"
+
+
+def titles(results: Mapping[str, Any]) -> dict[str, str]:
+    """What accuracy and F1 are called beside their numbers."""
+    return {"accuracy": "accuracy", "f1": f"F1 of {results['f1_of']}"}
 
 
 def classification_metrics(logits: Any, labels: Any) -> dict[str, float]:

@@ -126,7 +126,11 @@ def prepare(
             bars.update(task, rate=f"{rate:,.0f} tokens a second")
     splits = {name: writer.summary for name, writer in writers.items()}
     if splits["train"]["documents"] == 0:
-        cause = f"validation_share={share} leaves none" if share else "the sources hold none"
+        cause = (
+            f"validation_share={share} leaves none; name validation sources instead"
+            if share
+            else "the sources hold none"
+        )
         raise ValueError(f"there is no text to train on: {cause}")
     manifest: Manifest = {
         "format": FORMAT,
