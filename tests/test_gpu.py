@@ -35,7 +35,9 @@ def test_half_precision(mode, dtype, attn_implementation):
     expected = model(ids, mask).logits
     result = model.to("cuda", dtype)(ids.cuda(), mask.cuda()).logits
     assert result.isfinite().all()
-    torch.testing.assert_close(result.float().cpu()[mask], expected[mask], rtol=0.05, atol=0.05)
+    difference = result.double().cpu()[mask] - expected[mask]
+    # On a CPU, eager attention is up to 3.4 roundings away from what float32 gives, by the norm.
+    assert difference.norm() < 6 * torch.finfo(dtype).eps * expected[mask].norm()
 
 
 @every_mode

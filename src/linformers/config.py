@@ -103,7 +103,7 @@ class LinformerConfig(PreTrainedConfig):
             sees as one mean are told apart by another; `False` is the paper's model. `None` becomes `False` where there
             is a local window, which tells neighbours apart, and `True` elsewhere.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
-            becomes $0.12\,k/n$, with the largest k.
+            becomes $4\,k/n$ with the largest k, four times the entries of E₀.
         position_init: learned positions start as sines and cosines, whose wavelengths reach 2πn tokens under `"waves"`
             and 20,000π under `"sinusoidal"`, as in Vaswani et al. (2017), or as `"normal"` noise, as RoBERTa's do.
         initial_self_score: queries and keys start alike, at a scale at which a token's score with itself is about this:
@@ -302,13 +302,13 @@ def spread(number: int) -> float:
 
 
 def default_scale(k: int, n: int) -> float:
-    """The rate of E, relative to the common one, at which short training worked: 0.03 at n = 512, k = 128."""
-    return 0.12 * k / n
+    """The rate of E, relative to the common one, at which training was best: 1 at n = 512, k = 128."""
+    return 4 * k / n
 
 
 def check_scale(scale: Any) -> None:
     if scale is not None:
-        check_positive("projection_scale", scale, otherwise=", or None for 0.12·k/n")
+        check_positive("projection_scale", scale, otherwise=", or None for 4·k/n")
 
 
 def check_shift(shift: Any, window: int) -> None:

@@ -24,7 +24,7 @@ class LinearProjection(nn.Module):
         scale: s.
     """
 
-    def __init__(self, max_length: int, projected_length: int, init: str = "window", scale: float = 0.03) -> None:
+    def __init__(self, max_length: int, projected_length: int, init: str = "window", scale: float = 1.0) -> None:
         super().__init__()
         self.init = init
         self.scale = scale

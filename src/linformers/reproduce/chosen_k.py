@@ -26,7 +26,8 @@ def jobs(place: Place, console: Console) -> list[Job]:
     found = [twin, choice]
     if (record := place.store.find(choice)) is not None:
         for name, lengths in record["result"]["choices"].items():
-            changes = ["short_rows=0.0", f"model.projected_length={json.dumps(lengths, separators=(',', ':'))}"]
+            k = json.dumps(lengths, separators=(",", ":"))
+            changes = ["short_rows=0.0", quality.SLOW, f"model.projected_length={k}"]  # by default, E's rate follows k
             found.append(pretraining(place, tokens, RECIPE, group=GROUP, name=name, changes=changes, shrink=False))
     return found
 

@@ -189,9 +189,13 @@ def pretrained(out: Path, recipe: Recipe, timed: bool) -> dict[str, Any]:
 def _deciding(recipe: Recipe) -> dict[str, Any]:
     fields = {name: value for name, value in recipe.to_dict().items() if name not in FREE and value is not None}
     # What is `None` by default is known by what becomes of it; records of unshifted windows are older than the field.
-    model = {name: value for name, value in recipe.model.items() if name != "shifted_windows"}
-    shifted = recipe.config(vocab_size=1000).shifted_windows
-    return {**fields, "model": {**model, "shifted_windows": True} if shifted else model}
+    model = {name: value for name, value in recipe.model.items() if name not in ("shifted_windows", "projection_scale")}
+    config = recipe.config(vocab_size=1000)
+    if config.projection == "linear":
+        model["projection_scale"] = config.projection_scale
+    if config.shifted_windows:
+        model["shifted_windows"] = True
+    return {**fields, "model": model}
 
 
 def _tiny(recipe: Recipe, shrink: bool) -> list[str]:

@@ -21,7 +21,7 @@ from .jobs import Job
 from .matrix import Place, Task, corpus, finetuning, hashes, model_of
 
 SECRETS = ("tiger", "river", "copper", "garden", "winter", "engine", "silver", "bridge")
-VARIANTS = (quality.TWIN, "k=128", "k=128 w=32", "window alone, w=32", "window alone, w=96")
+VARIANTS = (quality.TWIN, "k=128, slow E", "k=128 w=32", "window alone, w=32", "window alone, w=96")
 SETTINGS = Settings(seeds=3, epochs=2, batch_size=64, learning_rate=2e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=16, learning_rate=1e-3)
 
