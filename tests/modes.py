@@ -44,6 +44,19 @@ LOCAL = [
     {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
 ]
 ALL = UNIFORM + GAUSSIAN + UNSHIFTED + NON_UNIFORM + LOCAL
+# One of each kind, for what takes many seconds in each.
+KINDS = [
+    {"projection": "linear", "sharing": "layerwise"},
+    {"projection": "linear", "sharing": "none", "projection_init": "gaussian"},
+    {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
+    {"projection": "mean"},
+    {"projection": "max"},
+    {"projection": "conv", "sharing": "key-value"},
+    {"projection": "dynamic"},
+    {"projection": "identity"},
+    {"projection": "linear", "local_window": 2},
+    {"projection": "none", "local_window": 2},
+]
 
 
 def name(mode: dict) -> str:
