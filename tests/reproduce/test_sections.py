@@ -113,14 +113,17 @@ def test_chosen_k(data, tmp_path):
     assert all(row["perplexity"] > 1 and len(row["lengths"]) == 2 for row in rows)
 
 
-def test_the_best_choice_is_told(tmp_path):
-    choices = {"uniform": [128, 128], "chosen": [96, 160]}
-    write_run(tmp_path, "chosen-k/choice", choices=choices, costs=[{"seconds": 0.001}, {"seconds": 0.002}])
-    for name, perplexity in (("uniform", 50.0), ("chosen", 49.0)):
+@pytest.mark.parametrize(("chosen", "how"), [(49.0, "better than"), (49.9, "no better than")])
+def test_what_a_choice_gains_is_told(chosen, how, tmp_path):
+    choices = {"uniform": [128, 128], "chosen": [160, 96], "increasing": [96, 160], "decreasing": [160, 96]}
+    write_run(tmp_path, "chosen-k/choice", choices=choices, costs=[{"seconds": s} for s in (0.1, 0.2, 0.1, 0.1)])
+    perplexities = {"uniform": 50.0, "chosen": chosen, "increasing": 52.0, "decreasing": 51.0}
+    for name, perplexity in perplexities.items():
         write_run(tmp_path, f"chosen-k/{name}", perplexity=perplexity)
     page = chosen_k.page(chosen_k.collect(Place(None, results=tmp_path)))
-    assert "| chosen | 96, 160 | 128 | 2.0 | 49.0 |" in page
-    assert "- At this cost, k “chosen” is best: 49.0; uniform has 50.0." in page
+    assert f"| chosen | 160, 96 | 128 | 2.00 | {chosen} |" in page
+    assert f"- The chosen k is {how} a uniform one: {chosen} against 50.0." in page
+    assert "- “Higher layers need less k”: confirmed; falling it ends at 51.0, rising at 52.0." in page
 
 
 def test_secrets(data):

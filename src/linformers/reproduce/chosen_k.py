@@ -83,13 +83,11 @@ def page(record: Mapping[str, Any]) -> list[str]:
         *table(("k", "by layer", "mean", "time in inference, of the uniform's", "perplexity"), rows),
     ]
     found = {row["name"]: row["perplexity"] for row in record["rows"] if row["perplexity"] is not None}
-    if found.keys() >= set(NAMES):
+    if found.keys() >= {"chosen", "uniform"}:
         how = "better than" if found["chosen"] < 0.99 * found["uniform"] else "no better than"
         lines.append(f"- The chosen k is {how} a uniform one: {found['chosen']:.1f} against {found['uniform']:.1f}.")
+    if found.keys() >= {"decreasing", "increasing"}:
         falls = found["decreasing"] < 0.99 * found["increasing"]
-        lines += [
-            f"- “Higher layers need less k”: {verdict(falls)}. Falling it ends at {found['decreasing']:.1f}, rising at "
-            f"{found['increasing']:.1f}.",
-            "",
-        ]
-    return lines
+        numbers = f"falling it ends at {found['decreasing']:.1f}, rising at {found['increasing']:.1f}"
+        lines.append(f"- “Higher layers need less k”: {verdict(falls)}; {numbers}.")
+    return [*lines, ""]
