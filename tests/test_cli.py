@@ -99,8 +99,11 @@ def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["pretrain", "no.yaml"], 2)], ids=["well", "ill"])
-@pytest.mark.parametrize("by_torchrun", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "code", "by_torchrun"),
+    [(["--version"], 0, True), (["--version"], 0, False), (["pretrain", "no.yaml"], 2, True)],
+    ids=["well", "alone", "ill"],
+)
 def test_a_process_of_torchrun_leaves_the_interpreter_alone(arguments, code, by_torchrun):
     """What its threads still hold when the interpreter is taken down would abort it, about once in twenty runs."""
     program = "import atexit; from linformers.cli import main; atexit.register(print, 'taken down'); main()"
