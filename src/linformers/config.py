@@ -103,7 +103,7 @@ class LinformerConfig(PreTrainedConfig):
             sees as one mean are told apart by another; `False` is the paper's model. `None` becomes `False` where there
             is a local window, which tells neighbours apart, and `True` elsewhere.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
-            becomes $4\,k/n$ with the largest k, four times the entries of E₀.
+            becomes $1.2\,k/n$ with the largest k, and a tenth of that beside a local window.
         position_init: learned positions start as sines and cosines, whose wavelengths reach 2πn tokens under `"waves"`
             and 20,000π under `"sinusoidal"`, as in Vaswani et al. (2017), or as `"normal"` noise, as RoBERTa's do.
         initial_self_score: queries and keys start alike, at a scale at which a token's score with itself is about this:
@@ -198,7 +198,9 @@ class LinformerConfig(PreTrainedConfig):
         if self.projection == "linear":
             # Values, not None, go into config.json: what Δ was learned with must not change with a default.
             if self.projection_scale is None:
-                self.projection_scale = default_scale(self.largest_projected_length, self.max_position_embeddings)
+                self.projection_scale = default_scale(
+                    self.largest_projected_length, self.max_position_embeddings, any(self.local_windows)
+                )
             if self.shifted_windows is None:
                 self.shifted_windows = self.projection_init == "window" and not any(self.local_windows)
 
@@ -301,14 +303,14 @@ def spread(number: int) -> float:
     return int(digits, 2) / 2 ** len(digits)
 
 
-def default_scale(k: int, n: int) -> float:
-    """The rate of E, relative to the common one, at which training was best: 1 at n = 512, k = 128."""
-    return 4 * k / n
+def default_scale(k: int, n: int, has_window: bool) -> float:
+    """The rate of E, relative to the common one: slower than is best for large batches, since small ones need it."""
+    return k / n * (0.12 if has_window else 1.2)
 
 
 def check_scale(scale: Any) -> None:
     if scale is not None:
-        check_positive("projection_scale", scale, otherwise=", or None for 4·k/n")
+        check_positive("projection_scale", scale, otherwise=", or None")
 
 
 def check_shift(shift: Any, window: int) -> None:

@@ -28,7 +28,7 @@ def jobs(place: Place, console: Console) -> list[Job]:
     if (record := place.store.find(choice)) is not None:
         for name, lengths in record["result"]["choices"].items():
             k = json.dumps(lengths, separators=(",", ":"))
-            changes = ["short_rows=0.0", quality.SLOW, f"model.projected_length={k}"]  # by default, E's rate follows k
+            changes = ["short_rows=0.0", quality.SLOW, f"model.projected_length={k}"]
             found.append(pretraining(place, tokens, RECIPE, group=GROUP, name=name, changes=changes, shrink=False))
     return found
 
@@ -78,7 +78,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
     lines = [
         "The twin's spectra choose a k for each of 8 layers, 128 on average (headwise sharing). Beside it: a uniform "
         "k, and the same numbers falling, as the paper recommends, or rising with the layer. E learns at 0.03 of the "
-        "common rate in all of them, since by default its rate follows the largest k.",
+        "common rate in all of them.",
         "",
         *table(("k", "by layer", "mean", "time in inference, of the uniform's", "perplexity"), rows),
     ]

@@ -21,7 +21,7 @@ from .matrix import Place, finetuning, known_task
 GROUP = "long"
 N, TINY_N = 4096, 256
 SETTINGS = Settings(seeds=1, epochs=12, batch_size=32, learning_rate=5e-4)
-TINY = Settings(seeds=1, epochs=1, batch_size=8, learning_rate=1e-3)
+TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3)
 
 MODELS: dict[str, dict[str, Any]] = {
     "Transformer twin": {"projection": "identity"},

@@ -51,7 +51,8 @@ INTRODUCTION = """\
 # Results
 
 The paper's tables and figures on real text, with models that one GPU trains in minutes. This page is made by
-`linformers reproduce`; what it shows, with commands, commits, hardware and versions, is in [results/](../results).
+`linformers reproduce`; what it shows, with commands, commits, hardware and versions, is in [results/](../results). A
+command gives its number at the commit beside it: recipes and defaults have changed since some of these runs.
 
 What differs from the paper in all that is trained here: models of 34M parameters instead of 110M, thousands of updates
 instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of Wikipedia and BookCorpus, and
