@@ -145,14 +145,14 @@ def test_a_name_on_the_hub_needs_datasets(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"vocab_size": 260}, "vocab_size=260 must be at least 261"),
-        ({"validation_share": 0}, "validation_share=0 must lie between 0 and 1, or name validation sources"),
+        ({"validation_share": 0}, "validation_share=0 must lie between 0 and 1; or name files to hold out with "),
         ({"validation_share": 1}, "validation_share=1 must lie between 0 and 1"),
         ({"shard_tokens": 0}, "shard_tokens=0 must be a positive integer"),
         ({"tokenizer_documents": 0}, "tokenizer_documents=0 must be a positive integer"),
         ({"workers": 0}, "workers=0 must be a positive integer"),
         ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere' cannot be loaded from a folder or the hub: "),
         ({"text_column": "body"}, "has no column 'body'; its columns are 'text'"),
-        ({"validation_share": 1e-9}, "validation_share=1e-09 of 200 documents is none; name validation sources"),
+        ({"validation_share": 1e-9}, "validation_share=1e-09 of 200 documents, chosen by their hash, is none; "),
     ],
 )
 def test_wrong_arguments(options, message, source, tmp_path):
@@ -160,6 +160,21 @@ def test_wrong_arguments(options, message, source, tmp_path):
         run([source], tmp_path / "out", **options)
     assert message in str(error.value)
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("share", "cause"),
+    [
+        (0.2, "validation_share=0.2 of 6 documents, chosen by their hash, is none; "),
+        (0.999, "there is no text to train on: validation_share=0.999 leaves none; "),
+    ],
+)
+def test_a_share_that_leaves_a_split_empty_names_the_way_out(share, cause, tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"a small text, number {number}")
+    with pytest.raises(ValueError, match="name files to hold out with --validation") as error:
+        run([tmp_path], tmp_path / "out", validation_share=share)
+    assert str(error.value).startswith(cause)
 
 
 def test_wrong_sources(prepared, source, tmp_path):

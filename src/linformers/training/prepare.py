@@ -79,7 +79,9 @@ def prepare(
     if workers is not None:
         check_size("workers", workers)
     if not validation and not 0 < validation_share < 1:
-        raise ValueError(f"validation_share={validation_share} must lie between 0 and 1, or name validation sources")
+        raise ValueError(
+            f"validation_share={validation_share} must lie between 0 and 1; or name files to hold out with --validation"
+        )
     held_out = [_Source(name, "validation") for name in _find(validation)]
     training = _without(held_out, [_Source(name, "train") for name in _find(sources)], console)
     if not training:
@@ -127,7 +129,7 @@ def prepare(
     splits = {name: writer.summary for name, writer in writers.items()}
     if splits["train"]["documents"] == 0:
         cause = (
-            f"validation_share={share} leaves none; name validation sources instead"
+            f"validation_share={share} leaves none; name files to hold out with --validation instead"
             if share
             else "the sources hold none"
         )
@@ -284,6 +286,6 @@ def _refuse_no_validation(training: list[_Source], text_column: str, share: floa
     if documents == 0:
         raise ValueError("there is no text to train on: the sources hold none")
     raise ValueError(
-        f"validation_share={share} of {documents} documents is none; "
-        "name validation sources, or choose a larger share of more documents"
+        f"validation_share={share} of {documents} documents, chosen by their hash, is none; "
+        "name files to hold out with --validation, or choose a larger share"
     )
