@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import pipeline
 
 from linformers.training import finetune, inference, tasks
@@ -81,8 +82,9 @@ def test_best_model_is_saved_with_its_labels(finished, task):
     best = max(seeds, key=lambda seed: seed["validation_accuracy"])
     assert np.mean(right) == pytest.approx(best["accuracy"])
     text = (finished / "model" / "README.md").read_text()
-    assert "mean over seeds" in text
-    assert f"{np.mean([seed['accuracy'] for seed in seeds]):.4f}" in text
+    accuracies = [seed["accuracy"] for seed in seeds]
+    assert "| | mean ± standard deviation over seeds |" in text
+    assert f"| accuracy | {np.mean(accuracies):.4f} ± {np.std(accuracies, ddof=1):.4f} |" in text
 
 
 def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatch):
@@ -157,6 +159,17 @@ def test_seed_without_its_weights_is_run_again(finished, task, model, tmp_path):
     assert finetune.run(task, model, out, SETTINGS, small.QUIET, "") == 0
     assert (out / "seed-1" / "best" / "model.safetensors").exists()
     assert json.loads((out / "seed-1" / "result.json").read_text()) == expected
+
+
+def test_one_seed_has_no_deviation(task, model, tmp_path, capsys):
+    settings = finetune.Settings(seeds=1, epochs=1, batch_size=8)
+    assert finetune.run(task, model, tmp_path, settings, Console(width=200), "") == 0
+    accuracy, deviation = json.loads((tmp_path / "results.json").read_text())["accuracy"]
+    assert deviation is None
+    said, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
+    assert f"│ accuracy │ {100 * accuracy:.2f} │ {100 * accuracy:.2f} │" in " ".join(said.split())
+    assert f"| | one seed |\n|---|---|\n| accuracy | {accuracy:.4f} |\n" in card
+    assert "±" not in said + card
 
 
 def test_evaluate(finished, model, task, corpus):

@@ -618,10 +618,13 @@ def test_classification_metrics():
 
 
 def test_spread():
-    assert metrics.spread([0.9]) == (0.9, 0.0)
+    assert metrics.spread([0.9]) == (0.9, None)
     assert metrics.spread([1.0, 2.0, 3.0, 6.0]) == pytest.approx((3.0, (14 / 3) ** 0.5))
     with refused("values=[] must hold one number or more"):
         metrics.spread([])
+    assert metrics.plus_minus((0.912, 0.004), 1, scale=100) == "91.2 ± 0.4"
+    assert metrics.plus_minus((0.912, 0.0), 2) == "0.91 ± 0.00"
+    assert metrics.plus_minus((0.912, None), 2) == "0.91"
 
 
 @pytest.mark.parametrize(("predictions", "labels"), [([0, 1], [0]), ([], []), ([[0, 1]], [[0, 1]])])

@@ -16,6 +16,7 @@ from ..markdown import table
 from ..training import sources
 from ..training.checkpointing import write_text
 from ..training.finetune import Settings
+from ..training.metrics import plus_minus
 from . import quality
 from .jobs import Job
 from .matrix import Place, Task, corpus, finetuning, hashes, model_of
@@ -92,7 +93,7 @@ def examples(texts: Sequence[str | Path], sizes: Sizes, seed: int) -> list[dict[
 
 
 def collect(place: Place) -> dict[str, Any]:
-    """The accuracy of each variant, mean and deviation; `None` where it is missing."""
+    """The accuracy of each variant, mean and deviation over seeds; `None` where it is missing."""
     names = {name: f"{quality.GROUP}/{quality.run_name(name, 0)}-recall" for name in VARIANTS}
     results, runs = place.store.results(names.values())
     return {"runs": runs, "rows": {name: results.get(run, {}).get("accuracy") for name, run in names.items()}}
@@ -100,10 +101,7 @@ def collect(place: Place) -> dict[str, Any]:
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """What each variant finds."""
-    rows = [
-        (name, "missing" if own is None else f"{100 * own[0]:.1f} ± {100 * own[1]:.1f}")
-        for name, own in record["rows"].items()
-    ]
+    rows = [(name, "missing" if own is None else plus_minus(own, 1, scale=100)) for name, own in record["rows"].items()]
     return [
         f"“The secret word is tiger.” stands {Sizes().nearest} to {Sizes().furthest} words behind the start of real "
         f"text, and a classifier at the first token names the word, one of {len(SECRETS)}. A window alone reaches w "

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..markdown import table
 from ..training.finetune import Settings
+from ..training.metrics import plus_minus
 from . import figure3
 from .jobs import Job
 from .matrix import TASKS, Place, corpus, finetuning, known_task, model_of
@@ -68,9 +69,9 @@ def collect(place: Place) -> dict[str, Any]:
     recipes = [row.recipe for row in ROWS if row.recipe is not None]
     results, runs = place.store.results(f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS)
 
-    def accuracy(recipe: str, task: str) -> list[float] | None:
+    def accuracy(recipe: str, task: str) -> list[float | None] | None:
         result = results.get(f"{figure3.GROUP}/{recipe}-{task}")
-        return None if result is None else [100 * x for x in result["accuracy"]]
+        return None if result is None else [None if x is None else 100 * x for x in result["accuracy"]]
 
     rows = [
         {
@@ -123,7 +124,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
         cells = []
         for task, published in zip(TASKS, paper, strict=True):
             own = None if row["ours"] is None else row["ours"][task]
-            ours = "–" if row["ours"] is None else "missing" if own is None else f"{own[0]:.1f} ± {own[1]:.1f}"
+            ours = "–" if row["ours"] is None else "missing" if own is None else plus_minus(own, 1)
             cells.append(ours if published is None else f"{ours} ({published})")
         mean = average(row)
         published = "" if row["paper"] is None else f" ({statistics.mean(row['paper']):.2f})"

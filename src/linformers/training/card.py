@@ -10,7 +10,7 @@ import yaml
 from ..config import LinformerConfig
 from ..provenance import sentence
 from .corpus import Corpus
-from .metrics import titles
+from .metrics import plus_minus, titles
 from .recipe import Recipe
 
 
@@ -71,10 +71,7 @@ a byte-level vocabulary of {corpus.vocab_size:,} tokens.
 
 def finetuned(task: str, source: str, results: dict[str, Any], command: str, note: str | None) -> str:
     """The card of a model that `linformers finetune` made."""
-    rows = "\n".join(
-        f"| {title} | {mean:.4f} | {deviation:.4f} |"
-        for title, (mean, deviation) in ((title, results[name]) for name, title in titles(results).items())
-    )
+    rows = "\n".join(f"| {title} | {plus_minus(results[name], 4)} |" for name, title in titles(results).items())
     seeds = len(results["seeds"])
     return f"""---
 library_name: transformers
@@ -97,8 +94,8 @@ classify = pipeline("text-classification", model=".")
 
 On {results["rows"]:,} rows that no choice was made on:
 
-| | mean over seeds | standard deviation |
-|---|---|---|
+| | {"mean ± standard deviation over seeds" if seeds > 1 else "one seed"} |
+|---|---|
 {rows}
 {f"{chr(10)}Note: {note}.{chr(10)}" if note else ""}
 {sentence(command)}

@@ -24,7 +24,7 @@ from ..provenance import sentence
 from . import card, checkpointing
 from .batches import EncodedExamples, EpochOrder, collate, encode
 from .compiled import compile_parts
-from .metrics import classification_metrics, f1_of, spread, titles
+from .metrics import classification_metrics, f1_of, plus_minus, spread, titles
 from .monitor import Monitor, read_metrics
 from .recipe import COMPILE, PRECISIONS
 from .tasks import TaskData
@@ -281,11 +281,11 @@ def _report(
 
     checkpointing.write_whole(out / "model", fill)
     checkpointing.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
-    table = Table("", *(f"seed {result['seed']}" for result in seeds), "mean ± deviation", title=f"{task.name}, in %")
+    last = "mean ± deviation" if len(seeds) > 1 else "mean"
+    table = Table("", *(f"seed {result['seed']}" for result in seeds), last, title=f"{task.name}, in %")
     for name, title in titles(results).items():
-        mean, deviation = results[name]
         values = (f"{100 * result[name]:.2f}" for result in seeds)
-        table.add_row(escape(title), *values, f"[bold]{100 * mean:.2f} ± {100 * deviation:.2f}[/bold]")
+        table.add_row(escape(title), *values, f"[bold]{plus_minus(results[name], 2, scale=100)}[/bold]")
     table.caption = f"on {task.reported_on}, {len(task.test):,} rows" + (f"; {task.note}" if task.note else "")
     console.print(table)
     console.print(f"numbers in {out / 'results.json'}, the best model in {out / 'model'}", markup=False)

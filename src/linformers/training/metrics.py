@@ -49,11 +49,16 @@ def classification_metrics(logits: Any, labels: Any) -> dict[str, float]:
     return {"accuracy": accuracy(predictions, labels), "f1": f1(predictions, labels, logits.shape[1])}
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation (of a sample: n − 1) over runs; one run has a deviation of 0."""
+def spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation (of a sample: n − 1) over runs; one run has no deviation."""
     if len(values) == 0:
         raise ValueError("values=[] must hold one number or more")
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def plus_minus(spread: Sequence[float | None], digits: int, scale: float = 1) -> str:
+    """“0.91 ± 0.02” of a mean and its deviation; the mean alone where there is none."""
+    return " ± ".join(f"{scale * value:.{digits}f}" for value in spread if value is not None)
 
 
 def _rows(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
