@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,18 @@ def test_table_3_and_table_1_on_a_cpu(tmp_path):
 def test_what_cannot_be_reproduced(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         invoke(*arguments, "--runs", tmp_path / "runs", "--results", tmp_path / "results")
+
+
+def test_recipes_that_are_not_there_are_told_before_anything_is_made(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = "recipes='{}' holds no n512-twin.yaml; name the folder recipes/small of a clone with --recipes DIR"
+    for options, recipes in (([], "recipes/small"), (["--recipes", ROOT / "recipes"], ROOT / "recipes")):
+        with pytest.raises(ValueError, match=f"^{re.escape(message.format(recipes))}$"):
+            invoke("figure3", "--data", data, *options)
+    assert not list(tmp_path.iterdir())
+    assert invoke("page").exit_code == 0  # which needs none
+    with pytest.raises(ValueError, match="data is missing"):  # nor do long documents
+        invoke("long")
 
 
 def test_a_corpus_of_other_text_is_refused(data, tmp_path):

@@ -59,6 +59,14 @@ class Place:
         if self.data is not None and not self.data.is_dir():
             raise ValueError(f"data={str(self.data)!r} is no folder")
 
+    def check_recipes(self) -> None:
+        """See that the recipes are there, by the one that is needed most, before a corpus is made for them."""
+        if not (self.recipes / "n512-twin.yaml").is_file():
+            raise ValueError(
+                f"recipes={str(self.recipes)!r} holds no n512-twin.yaml; "
+                "name the folder recipes/small of a clone with --recipes DIR"
+            )
+
 
 def corpus(place: Place, name: str, console: Console) -> Path:
     """A corpus of tokens, made of the raw text unless it is there; one of other text than is there is refused."""

@@ -90,12 +90,14 @@ def run(
     if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
         raise ValueError(f"only={list(only)} has no effect on {', '.join(names)}, which are not made of runs")
     place.check()
-    make_folder("results", place.results)
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
+    trained = [name for name in wanted if name in TRAINED]
+    if set(trained) - {"long"}:  # whose models have no recipes
+        place.check_recipes()
+    make_folder("results", place.results)
     if "table3" in wanted and not table3.folders(place):
         table3.settings(place)  # refuses what would otherwise fail after hours
     code = 0
-    trained = [name for name in wanted if name in TRAINED]
     if trained:
         make_folder("runs", place.runs)
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
