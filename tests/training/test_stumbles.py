@@ -209,6 +209,16 @@ def test_numbers_of_predict_and_evaluate(pretrained, corpus):
         inference.predict(pretrained / "model", ["the dog " * 50 + "<mask>"], io.StringIO())
 
 
+@pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])
+def test_few_steps_are_told(epochs, few, pretrained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune, "run_seed", lambda *rest: 1)  # nothing is trained
+    task = tasks.load(tasks.custom_task(table(tmp_path / "a.csv", 40)))
+    settings = finetune.Settings(epochs=epochs, batch_size=len(task.train) // 4)
+    assert finetune.run(task, pretrained / "model", tmp_path / "out", settings, Console(width=200), "") == 1
+    message = "4 steps are few to learn from: there are more with more --epochs or a smaller --batch-size"
+    assert (message in capsys.readouterr().out) == few
+
+
 def test_a_rate_that_never_reaches_its_peak_is_told(corpus, tmp_path, capsys):
     recipe = small.recipe(corpus, tmp_path, steps=2, warmup_steps=4)
     assert pretrain.run(recipe, Console(width=200), "test") == 0

@@ -34,6 +34,8 @@ from .trainer import MODEL, ExactTrainer, arguments_for_all
 BEST = "best"
 # So many steps gain about the minute that compiling takes.
 WORTH_COMPILING = 1000
+# Steps below which the usual rate hardly moves the weights.
+FEW = 100
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ class Settings:
         check_choice("compile", self.compile, COMPILE)
         if self.max_length:
             check_size("max_length", self.max_length)
+
+    def steps_per_epoch(self, rows: int) -> int:
+        """The updates of a pass over so many rows."""
+        return max(1, rows // self.batch_size)
 
 
 def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Console, command: str) -> int:
@@ -122,6 +128,13 @@ def _run_seeds(
         f"{len(task.test):,} to report ({task.reported_on})",
         highlight=False,
     )
+    if (steps := settings.epochs * settings.steps_per_epoch(len(task.train))) < FEW:
+        console.print(
+            f"{steps} steps are few to learn from: there are more with more --epochs or a smaller --batch-size, and "
+            "a small model takes a higher --learning-rate",
+            style="yellow",
+            highlight=False,
+        )
     for seed in range(settings.seeds):
         folder = out / f"seed-{seed}"
         checkpointing.remove_unfinished(folder)
@@ -146,7 +159,7 @@ def run_seed(
 ) -> int:
     """Train with one seed; its best weights stay, its numbers go to `result.json`."""
     folder.mkdir(exist_ok=True)
-    steps_per_epoch = max(1, len(sets["train"]) // settings.batch_size)
+    steps_per_epoch = settings.steps_per_epoch(len(sets["train"]))
     steps = settings.epochs * steps_per_epoch
     set_seed(seed)
     classifier = load_model(model, task.label_names)
