@@ -103,6 +103,18 @@ def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatc
     assert seen[-1] == "test"
 
 
+@pytest.mark.parametrize(("accuracies", "epoch"), [((1, 1, 1), 3), ((0.5, 1, 0.5), 2), ((0.5, 1, 1), 3)])
+def test_of_equal_models_the_later_is_selected(task, model, tmp_path, monkeypatch, accuracies, epoch):
+    """A few rows may all be right by chance, before anything has been learnt."""
+    left = iter((*accuracies, 0))  # the last one is the test's
+    monkeypatch.setattr(finetune, "_metrics", lambda prediction: {"accuracy": next(left), "f1": 0})
+    settings = finetune.Settings(seeds=1, epochs=3, batch_size=16)
+    assert finetune.run(task, model, tmp_path, settings, small.QUIET, "") == 0
+    result = json.loads((tmp_path / "seed-0" / "result.json").read_text())
+    assert result["step"] == epoch * settings.steps_per_epoch(len(task.train))
+    assert result["validation_accuracy"] == 1
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
 def test_compiled_fine_tuning_is_the_same(task, model, tmp_path):
     """One graph for all lengths: embeddings, projections and two layers in training, and again in evaluation."""

@@ -144,6 +144,14 @@ class ExactTrainer(Trainer):
         gathered = self.accelerator.gather(tensor[None].to(self.args.device))
         return [part.cpu().clone() for part in gathered]
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Of equal ones the later is best: where few rows decide, the first step may have all of them by chance."""
+        better = super()._determine_best_metric(metrics=metrics, trial=trial)
+        name = self.args.metric_for_best_model
+        if name is not None and metrics[f"eval_{name}"] == self.state.best_metric:
+            self.state.best_global_step = self.state.global_step
+        return better
+
     # Resuming.
 
     @torch.no_grad()
