@@ -252,13 +252,18 @@ def test_gaussian_scale(n, k):
     assert E.mean().item() == pytest.approx(0, abs=5 * n**-0.5 / (n * k) ** 0.5)
 
 
-@pytest.mark.parametrize(("window", "scale"), [(0, 0.3), (8, 0.03), ([0, 8], 0.03)])
-def test_default_learning_rate_of_the_matrix(window, scale):
-    config = modes.config(max_position_embeddings=512, projected_length=128, local_window=window)
+@pytest.mark.parametrize(
+    ("sharing", "window", "scale"),
+    [("layerwise", 0, 0.3), ("layerwise", 8, 0.03), ("layerwise", [0, 8], 0.03), ("headwise", 0, 0.03)],
+)
+def test_default_learning_rate_of_the_matrix(sharing, window, scale):
+    config = modes.config(max_position_embeddings=512, projected_length=128, sharing=sharing, local_window=window)
     assert config.projection_scale == pytest.approx(scale)
-    if isinstance(window, int):
-        layer = LinformerAttention(16, 2, 512, 128, local_window=window)
-        assert [module.scale for module in layer.projections] == pytest.approx([scale, scale])  # E and F
+
+
+def test_default_learning_rate_of_a_layers_own_matrices():
+    layer = LinformerAttention(16, 2, 512, 128)
+    assert [module.scale for module in layer.projections] == pytest.approx([0.03, 0.03])  # E and F
 
 
 def test_learning_rate_of_the_matrix_is_relative():

@@ -345,11 +345,12 @@ def reproduce(
     sections: Annotated[
         list[str],
         typer.Argument(
-            help="figure1 to figure3, table1 to table3, quality, recall, chosen-k, long; all; or page, to run nothing."
+            help="figure1 to figure3, table1 to table3, steps, quality, recall, chosen-k, long; all; or page, which "
+            "runs nothing."
         ),
     ],
     data: Annotated[
-        Path | None, typer.Option(help="Folder of texts and tasks, for everything but table1 and table3.")
+        Path | None, typer.Option(help="Folder of texts and tasks, for everything but table1, table3 and steps.")
     ] = None,
     recipes: Annotated[Path, typer.Option(help="Folder of the recipes, which come with a clone.")] = Path(
         "recipes/small"

@@ -103,7 +103,8 @@ class LinformerConfig(PreTrainedConfig):
             sees as one mean are told apart by another; `False` is the paper's model. `None` becomes `False` where there
             is a local window, which tells neighbours apart, and `True` elsewhere.
         projection_scale: s in $E = E_0 + s \Delta$, the learning rate of E relative to the common one. `None`
-            becomes $1.2\,k/n$ with the largest k, and a tenth of that beside a local window.
+            becomes $1.2\,k/n$ with the largest k where all layers share E, and a tenth of that where they do not or
+            there is a local window.
         position_init: learned positions start as sines and cosines, whose wavelengths reach 2πn tokens under `"waves"`
             and 20,000π under `"sinusoidal"`, as in Vaswani et al. (2017), or as `"normal"` noise, as RoBERTa's do.
         initial_self_score: queries and keys start alike, at a scale at which a token's score with itself is about this:
@@ -198,8 +199,9 @@ class LinformerConfig(PreTrainedConfig):
         if self.projection == "linear":
             # Values, not None, go into config.json: what Δ was learned with must not change with a default.
             if self.projection_scale is None:
+                quick = self.sharing == "layerwise" and not any(self.local_windows)
                 self.projection_scale = default_scale(
-                    self.largest_projected_length, self.max_position_embeddings, any(self.local_windows)
+                    self.largest_projected_length, self.max_position_embeddings, quick
                 )
             if self.shifted_windows is None:
                 self.shifted_windows = self.projection_init == "window" and not any(self.local_windows)
@@ -303,9 +305,13 @@ def spread(number: int) -> float:
     return int(digits, 2) / 2 ** len(digits)
 
 
-def default_scale(k: int, n: int, has_window: bool) -> float:
-    """The rate of E, relative to the common one: slower than is best for large batches, since small ones need it."""
-    return k / n * (0.12 if has_window else 1.2)
+def default_scale(k: int, n: int, quick: bool) -> float:
+    """The rate of E, relative to the common one.
+
+    An E that serves all layers, without a local window, may be `quick`: slower still than is best for large batches,
+    since small ones need it. Any other is the better for hardly moving.
+    """
+    return k / n * (1.2 if quick else 0.12)
 
 
 def check_scale(scale: Any) -> None:

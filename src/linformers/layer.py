@@ -45,8 +45,7 @@ class LinformerAttention(ProjectedAttention):
         projection: `"linear"`, `"mean"`, `"max"`, `"conv"`, `"dynamic"`, `"identity"` (standard attention) or `"none"`
             (no projected keys, only the local window).
         projection_init: `"window"` or `"gaussian"`.
-        projection_scale: s in $E = E_0 + s \Delta$; `None` means $1.2\,k/n$ for the largest k, a tenth of it beside a
-            local window.
+        projection_scale: s in $E = E_0 + s \Delta$; `None` means $0.12\,k/n$ for the largest k.
         window_shift: how many tokens later the windows begin that E starts as, less than ⌊n/k⌋. Where layers have
             different ones, tokens that one sees as one mean are told apart by another.
         local_window: w: each query also sees the exact keys at most w positions away; 0 is the paper's layer.
@@ -114,7 +113,7 @@ class LinformerAttention(ProjectedAttention):
             projection=projection,
             sharing=sharing,
             init=projection_init,
-            scale=projection_scale or default_scale(max(lengths), max_length, local_window > 0),
+            scale=projection_scale or default_scale(max(lengths), max_length, quick=False),
             shifts=[window_shift],
         )
 

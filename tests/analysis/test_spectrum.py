@@ -55,6 +55,14 @@ def test_any_encoder(kind, folder):
     assert result.cumulative.std() > 0.01
 
 
+def test_weights_of_fewer_bits_are_computed_with_in_float32(folder, tmp_path):
+    """Singular values are small numbers behind large ones, which roundings of P would drown."""
+    model, tokenizer = attentions.load_encoder(str(folder("bert")))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert attentions.load_encoder(str(tmp_path))[0].dtype == torch.float32
+
+
 def test_goes_on_from_where_it_was(folder, tmp_path):
     model, _ = attentions.load_encoder(folder("bert"))
     ids = torch.randint(4, 90, (6, N))

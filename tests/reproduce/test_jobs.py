@@ -1,7 +1,5 @@
 """Jobs run once, in order, several at a time; what fails or is stopped is run again."""
 
-import dataclasses
-import itertools
 import json
 import os
 import signal
@@ -125,24 +123,6 @@ def test_jobs_run_side_by_side(tmp_path):
     assert run(pair, tmp_path, at_once=2) == 0
 
 
-def test_each_has_the_machine_to_itself_for_a_while(tmp_path):
-    """So that its speed can be told: the others stand still meanwhile."""
-    script = "import pathlib, time; p = pathlib.Path({0!r}); times = []\n"
-    script += "for step in range(1, 201): time.sleep(0.01); times.append(time.time()); p.write_text(str(step))\n"
-    script += "pathlib.Path({0!r} + '.times').write_text(repr(times))"
-
-    def counting(name):
-        path = tmp_path / name
-        own = job(tmp_path, name, script.format(str(path)))
-        steps = (200, lambda: int(path.read_text() or 0) // 20 * 20 if path.exists() else 0)
-        return dataclasses.replace(own, steps=steps, log_every=20)
-
-    assert run([counting("a"), counting("b")], tmp_path, at_once=2) == 0
-    for name in ("a", "b"):
-        times = json.loads((tmp_path / f"{name}.times").read_text())
-        assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 0.2  # 40 steps of the other
-
-
 def test_time_runs_out(tmp_path):
     forever = "import time, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(60)"
     began = time.monotonic()
@@ -167,6 +147,12 @@ def test_a_signal_reaches_what_runs(tmp_path):
     assert run([job(tmp_path, "slow", script)], tmp_path) == 128 + signal.SIGINT
     thread.join()
     assert told.exists()
+
+
+def test_a_record_does_not_say_where_the_data_are(tmp_path):
+    one = Job("one", ["finetune", "imdb", "--data", "/mnt/x", "--text", "/mnt/x/wiki", "/mnt/xy"], {}, dict, (1, int))
+    assert Store(tmp_path, Path("/mnt/x")).command(one) == "linformers finetune imdb --data DIR --text DIR/wiki /mnt/xy"
+    assert Store(tmp_path).command(one).startswith("linformers finetune imdb --data /mnt/x ")
 
 
 def test_a_record_says_where_it_comes_from(tmp_path):

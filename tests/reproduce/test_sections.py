@@ -19,6 +19,7 @@ from linformers.reproduce import (
     quality,
     recall,
     sections,
+    steps,
     table1,
     table2,
     table3,
@@ -262,8 +263,8 @@ def test_quality(tmp_path):
     curve = [[500, 90.0], [1000, 20.5]]
     write_run(tmp_path, "quality/k128-w32-s0", curve=curve)
     write_run(tmp_path, "quality/k64-w32-s1", curve=curve)
-    write_run(tmp_path, "quality/twin-speed", tokens_per_step=100, tokens_per_second=50)
-    write_run(tmp_path, "quality/k128-w32-speed", tokens_per_step=100, tokens_per_second=100)
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "steps.json").write_text(json.dumps({"seconds": {"twin": 0.04, "k=128 w=32": 0.02}}))
     record = quality.collect(Place(None, results=tmp_path))
     page = quality.page(record)
     assert "| k=64 w=32 | 1 | 20.5 | 0.50 | 0.25 | – |" in page
@@ -272,6 +273,21 @@ def test_quality(tmp_path):
     assert "| k=256 | 0 | missing |  |  |  |" in page
     quality.draw(record, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000
+
+
+def test_the_time_of_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "DRAWN", ["twin", "k=128 w=32", "k=128 w=32, plain start"])
+    places = ("--recipes", ROOT / "recipes" / "small", "--results", tmp_path / "results")
+    result = invoke("steps", *places, "--small")
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "results" / "steps" / "steps.json").read_text())
+    assert record["tokens"] == 8 * 64
+    assert all(seconds > 0 for seconds in record["seconds"].values())
+    # How a model starts makes no difference to its time: it is measured once.
+    assert record["seconds"]["k=128 w=32"] == record["seconds"]["k=128 w=32, plain start"]
+    assert "| twin |" in "\n".join(steps.page(record))
+    assert quality.step_seconds(Place(None, results=tmp_path / "results")) == record["seconds"]
+    assert "is there already" in invoke("steps", *places, "--small").output
 
 
 @pytest.mark.parametrize("section", [figure3, table2, quality, recall, long_documents])

@@ -36,7 +36,7 @@ def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel,
     """A model and its tokenizer from a folder or a hub name, ready to be watched."""
     config, tokenizer = load_config(name)
     with _told(name):
-        model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager")
+        model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager", dtype=torch.float32)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device).eval(), tokenizer
 

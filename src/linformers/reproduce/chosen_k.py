@@ -12,7 +12,7 @@ from ..markdown import table
 from . import quality
 from .figure3 import verdict
 from .jobs import Job
-from .matrix import Place, corpus, flags, hashes, model_of, pretraining
+from .matrix import Place, corpus, flags, hashes, model_of, pretraining, without_origin
 
 GROUP = "chosen-k"
 RECIPE, TEXTS = "n512-k128-headwise", "wikitext103_valtest"
@@ -42,7 +42,7 @@ def choosing(place: Place, twin: Job) -> Job:
         name=f"{GROUP}/choice",
         arguments=["choose-k", str(model), "--text", str(place.folder(TEXTS)), *flags(sizes), "--out", str(out)],
         decides={"model": twin.key, **sizes, "data": hashes(place.folder(TEXTS))},
-        collect=lambda: json.loads((out / "choose-k.json").read_text()),
+        collect=lambda: without_origin(json.loads((out / "choose-k.json").read_text())),
         steps=(1, lambda: int((out / "choose-k.json").exists())),
         after=(twin, model.exists),
     )

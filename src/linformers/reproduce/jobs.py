@@ -25,6 +25,7 @@ from ..training.checkpointing import write_text
 
 # What a number depends on beside recipe and data. It changes when the same recipe would give another result.
 CODE_VERSION = 1
+ORIGIN = ("command", "commit", "device", "python", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Job:
         collect: reads the result when the command is done.
         steps: how many there are, and how many are done.
         after: the job without which it cannot start, and whether what that leaves behind is there.
-        log_every: the steps between entries of its log; 0 where its speed does not matter.
     """
 
     name: str
@@ -47,17 +47,12 @@ class Job:
     collect: Callable[[], dict[str, Any]]
     steps: tuple[int, Callable[[], int]]
     after: tuple[Job, Callable[[], bool]] | None = None
-    log_every: int = 0
 
     @cached_property
     def key(self) -> str:
         """The hash of all that decides."""
         text = json.dumps({"code": CODE_VERSION, **self.decides}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def command(self) -> list[str]:
-        return ["linformers", *self.arguments]
 
 
 @dataclass(frozen=True)
@@ -66,9 +61,11 @@ class Store:
 
     Attributes:
         folder: where they are.
+        data: the folder of raw data, which is DIR in the commands of records.
     """
 
     folder: Path
+    data: Path | None = None
 
     def find(self, job: Job) -> dict[str, Any] | None:
         """The record of a job, unless it was made by another recipe, from other data or by other code."""
@@ -87,11 +84,18 @@ class Store:
         }
 
     def write(self, job: Job) -> None:
-        where = {"command": " ".join(job.command), "commit": commit(), **environment()}
+        where = {"command": self.command(job), "commit": commit(), **environment()}
         record = {"key": job.key, **where, "decides": job.decides, "result": job.collect()}
         path = self._path(job.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(record, indent=1) + "\n")
+
+    def command(self, job: Job) -> str:
+        """What runs a job anywhere: where the data are on this machine is nobody's business."""
+        data = str(self.data)
+        places = (own for own in job.arguments if own == data or own.startswith(f"{data}/"))
+        known = {own: f"DIR{own.removeprefix(data)}" for own in places}
+        return " ".join(("linformers", *(known.get(own, own) for own in job.arguments)))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -99,17 +103,16 @@ class Store:
 
 def origin(record: Mapping[str, Any]) -> dict[str, Any]:
     """Where the numbers of a record come from."""
-    return {name: record[name] for name in ("command", "commit", "device", "python", "torch", "transformers")}
+    return {name: record[name] for name in ORIGIN}
 
 
 @dataclass
 class Process:
-    """A job that is running; `was_alone` once it has had the machine to itself."""
+    """A job that is running."""
 
     job: Job
     log: Path
     handle: subprocess.Popen[bytes] = field(init=False)
-    was_alone: bool = False
 
     def __post_init__(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -117,10 +120,6 @@ class Process:
             self.handle = subprocess.Popen(
                 [sys.executable, "-m", "linformers", *self.job.arguments], stdout=out, stderr=subprocess.STDOUT
             )
-
-    def signal(self, number: int) -> None:
-        if self.handle.poll() is None:
-            self.handle.send_signal(number)
 
 
 def run(
@@ -166,7 +165,7 @@ def run(
 
 
 class Runner:
-    """Starts jobs, looks after them, and lets each have the machine to itself for a while, so that its speed is known.
+    """Starts jobs and looks after them.
 
     Args:
         left: what is to be run.
@@ -184,7 +183,6 @@ class Runner:
         self.console, self.bars, self.at_once = console, bars, at_once
         self.running: list[Process] = []
         self.failed: list[str] = []
-        self.alone: tuple[Process, int] | None = None  # who has the machine, and until which step
         self.tasks = {job.name: bars.add_task(job.name, total=job.steps[0], start=False, visible=False) for job in left}
 
     def start(self) -> bool:
@@ -193,7 +191,7 @@ class Runner:
             self.left.remove(job)
             self.failed.append(job.name)
         ready = [job for job in self.left if _may_start(job, self.left, self.running)]
-        for job in ready[: max(0, self.at_once - len(self.running))] if self.alone is None else ():
+        for job in ready[: max(0, self.at_once - len(self.running))]:
             self.left.remove(job)
             self.running.append(Process(job, self.logs / f"{job.name}.log"))
             self.bars.start_task(self.tasks[job.name])
@@ -207,21 +205,14 @@ class Runner:
         """See how far everything is, and write down what is done."""
         for process in list(self.running):
             job = process.job
-            done = job.steps[1]()
-            self.bars.update(self.tasks[job.name], completed=done)
+            self.bars.update(self.tasks[job.name], completed=job.steps[1]())
             if process.handle.poll() is not None:
                 self._end(process)
-            elif self.alone is None and len(self.running) > 1 and job.log_every and not process.was_alone:
-                if done >= job.steps[0] // 4:
-                    self._leave_alone(process, done + 2 * job.log_every)
-            elif self.alone is not None and self.alone[0] is process and done >= self.alone[1]:
-                self._go_on()
 
     def stop(self) -> None:
         """Ask what runs to save itself and stop."""
         for process in self.running:
-            process.signal(signal.SIGCONT)
-            process.signal(signal.SIGTERM)
+            process.handle.terminate()
         for process in self.running:
             process.handle.wait()
 
@@ -229,27 +220,12 @@ class Runner:
         name = process.job.name
         self.running.remove(process)
         self.bars.update(self.tasks[name], visible=False)
-        if self.alone is not None and self.alone[0] is process:
-            self._go_on()
         if process.handle.returncode == 0:
             self.store.write(process.job)
             self.console.print(f"{name} is done", highlight=False)
         else:
             self.failed.append(name)
             self.console.print(f"{name} failed: {_last_line(process.log)}", style="red", markup=False)
-
-    def _leave_alone(self, process: Process, until: int) -> None:
-        """Let all others wait until it is at a step, two logs ahead: its speed between them is its own."""
-        self.alone = process, until
-        process.was_alone = True
-        for other in self.running:
-            if other is not process:
-                other.signal(signal.SIGSTOP)
-
-    def _go_on(self) -> None:
-        self.alone = None
-        for process in self.running:
-            process.signal(signal.SIGCONT)
 
 
 def missing(jobs: Sequence[Job], store: Store) -> list[Job]:

@@ -16,7 +16,7 @@ from ..training.finetune import Settings
 from ..training.monitor import read_metrics
 from ..training.prepare import prepare
 from ..training.recipe import FREE, Recipe, read
-from .jobs import Job, Store
+from .jobs import ORIGIN, Job, Store
 
 # The folders of a corpus under --data, and how many of its training files are taken.
 CORPORA: dict[str, dict[str, int | None]] = {"wiki": {"wiki": 4}, "wiki-books": {"wiki": None, "books": None}}
@@ -45,7 +45,7 @@ class Place:
 
     @property
     def store(self) -> Store:
-        return Store(self.results / "runs")
+        return Store(self.results / "runs", self.data)
 
     def folder(self, *names: str) -> Path:
         return self.data_folder().joinpath(*names)
@@ -107,31 +107,30 @@ def pretraining(
     name: str = "",
     changes: Sequence[str] = (),
     shrink: bool = True,
-    timed: bool = False,
 ) -> Job:
     """A run of `linformers pretrain`; its record is `group`/`name`, which is by default the recipe's name.
 
-    Where everything is tiny, k and w shrink as n does, unless `changes` has done that. A run that is not timed never
-    has the machine to itself, so its speed is not known.
+    Where everything is tiny, k and w shrink as n does, unless `changes` has done that.
     """
     name = f"{group}/{name or recipe_name}"
     out = place.runs / name
-    every = [f"data={tokens}", f"out={out}"]
     path = place.recipes / f"{recipe_name}.yaml"
-    if place.small and not shrink:
-        every += _tiny(read(path, every), shrink)
-    every += changes
-    if place.small and shrink:
-        every += _tiny(read(path, every), shrink)
+    every = [f"data={tokens}", f"out={out}", *changes_for(place, path, changes, shrink)]
     recipe = read(path, every)
     return Job(
         name=name,
         arguments=["pretrain", str(path), *every],
         decides={"recipe": _deciding(recipe), "corpus": Corpus.open(tokens).hash},
-        collect=lambda: pretrained(out, recipe, timed),
+        collect=lambda: pretrained(out, recipe),
         steps=(recipe.steps, lambda: _last_step(out)),
-        log_every=recipe.log_every if timed else 0,
     )
+
+
+def changes_for(place: Place, recipe: Path, changes: Sequence[str], shrink: bool = True) -> list[str]:
+    """The changes to a recipe, with those that make everything tiny where that is asked for."""
+    if not place.small:
+        return list(changes)
+    return [*changes, *_tiny(read(recipe, changes), True)] if shrink else [*_tiny(read(recipe), False), *changes]
 
 
 class Task(NamedTuple):
@@ -161,7 +160,7 @@ def finetuning(
         name=name,
         arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags(options)],
         decides={"model": identity, **options, "data": task.data},
-        collect=lambda: json.loads((out / "results.json").read_text()),
+        collect=lambda: without_origin(json.loads((out / "results.json").read_text())),
         steps=(settings.seeds * settings.epochs, lambda: _epochs(out)),
         after=None if after is None else (after, model.exists),
     )
@@ -176,20 +175,15 @@ def model_of(place: Place, job: Job) -> Path:
     return place.runs / job.name / "model"
 
 
-def pretrained(out: Path, recipe: Recipe, timed: bool) -> dict[str, Any]:
-    """Of a run's metrics, what figures need.
-
-    Other runs may have shared its GPU. One that is timed had it to itself for a while: its best speed is its own.
-    """
+def pretrained(out: Path, recipe: Recipe) -> dict[str, Any]:
+    """Of a run's metrics, what figures need; not its speed, since other runs may have shared its GPU."""
     records = read_metrics(out)
     curve = [[r["step"], r["perplexity"]] for r in records if "perplexity" in r]
-    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
     return {
         "perplexity": curve[-1][1],
         "curve": curve,
         "loss": [[r["step"], r["loss"]] for r in records if "loss" in r],
         "tokens_per_step": recipe.batch_size * recipe.max_length,
-        "tokens_per_second": max(speeds) if timed else None,
         "seed": recipe.seed,
     }
 
@@ -222,6 +216,11 @@ def _tiny(recipe: Recipe, shrink: bool) -> list[str]:
     sizes = {"steps": 8, "batch_size": 8, "warmup_steps": 2, "eval_every": 4, "eval_rows": 8, "save_every": 4}
     sizes |= {"log_every": 2, "workers": 0}
     return [*(f"model.{name}={value}" for name, value in fields.items()), *(f"{n}={v}" for n, v in sizes.items())]
+
+
+def without_origin(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What a command wrote, but for where it comes from, which stands in the record of its run."""
+    return {name: value for name, value in result.items() if name not in ("made_with", *ORIGIN)}
 
 
 def _epochs(out: Path) -> int:

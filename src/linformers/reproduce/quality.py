@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,6 @@ GROUP = "quality"
 TWIN, PLAIN_TWIN = "twin", "twin, plain start"
 LINFORMER = "n512-k128-layerwise"
 LONG = 10_000
-# A run of its own for the speed of a variant: other runs may share the GPU with those that are trained to the end.
-SPEED = ("steps=500", "eval_every=500", "save_every=500", "eval_rows=64")
 
 
 class Variant(NamedTuple):
@@ -33,7 +32,8 @@ class Variant(NamedTuple):
 
 # How a RoBERTa with sinusoidal positions starts: queries and keys independently.
 INDEPENDENT, SINUSOIDAL = "model.initial_self_score=null", "model.position_init=sinusoidal"
-UNSHIFTED, SLOW = "model.shifted_windows=false", "model.projection_scale=0.03"
+UNSHIFTED = "model.shifted_windows=false"
+SLOW, FAST = "model.projection_scale=0.03", "model.projection_scale=1.0"
 PLAIN = (INDEPENDENT, SINUSOIDAL)
 
 VARIANTS = {
@@ -47,10 +47,10 @@ VARIANTS = {
     "k=128 headwise": Variant("n512-k128-headwise"),
     "k=256, slow E": Variant("n512-k256-layerwise", (SLOW,)),
     "k=128, slow E": Variant(LINFORMER, (SLOW,)),
-    "k=128 headwise, slow E": Variant("n512-k128-headwise", (SLOW,)),
+    "k=128 headwise, fast E": Variant("n512-k128-headwise", (FAST,)),
     "k=256, slow E, unshifted": Variant("n512-k256-layerwise", (SLOW, UNSHIFTED)),
     "k=128, slow E, unshifted": Variant(LINFORMER, (SLOW, UNSHIFTED)),
-    "k=128 headwise, slow E, unshifted": Variant("n512-k128-headwise", (SLOW, UNSHIFTED)),
+    "k=128 headwise, unshifted": Variant("n512-k128-headwise", (UNSHIFTED,)),
     "k=128 dynamic": Variant(LINFORMER, ("model.projection=dynamic",)),
     PLAIN_TWIN: Variant("n512-twin", PLAIN),
     "k=128 w=32, plain start": Variant("n512-k128-w32", PLAIN),
@@ -62,8 +62,8 @@ VARIANTS = {
     "window alone, w=32, plain start": Variant("n512-k128-w32", ("model.projection=none", *PLAIN), 1),
     "k=128 w=32 dynamic": Variant("n512-k128-w32", ("model.projection=dynamic",), 1),
 }
-# What is drawn, and timed.
-DRAWN = [name for name, own in VARIANTS.items() if own.seeds > 1 and SLOW not in own.changes]
+# What is drawn, and timed: a rate or a shift of E makes no picture of its own.
+DRAWN = [name for name, own in VARIANTS.items() if own.seeds > 1 and not {SLOW, FAST, UNSHIFTED} & set(own.changes)]
 # The cells that were missing of learning rate of E × its initial values × those of the positions.
 SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
 SWEEP = {
@@ -83,7 +83,7 @@ LONGER = {
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
-    """The first seed of all variants, further seeds, the sweep, longer training, and the speed of what is drawn."""
+    """The first seed of all variants, further seeds, the sweep, and longer training."""
     tokens = corpus(place, "wiki", console)
     found = [
         variant_job(place, tokens, name, seed)
@@ -95,14 +95,9 @@ def jobs(place: Place, console: Console) -> list[Job]:
         if cell not in KNOWN:
             found.append(one(place, tokens, LINFORMER, sweep_name(*cell), changes))
     longer = (f"steps={LONG}", "eval_every=1000")
-    found += [
+    return found + [
         one(place, tokens, own.recipe, run_name(name, 0, LONG), (*own.changes, *longer)) for name, own in LONGER.items()
     ]
-    found += [
-        one(place, tokens, VARIANTS[name].recipe, speed_name(name), (*VARIANTS[name].changes, *SPEED), timed=True)
-        for name in DRAWN
-    ]
-    return found
 
 
 def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
@@ -110,22 +105,14 @@ def variant_job(place: Place, tokens: Path, name: str, seed: int) -> Job:
     return one(place, tokens, own.recipe, run_name(name, seed), (*own.changes, f"seed={seed}"))
 
 
-def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str], timed: bool = False) -> Job:
+def one(place: Place, tokens: Path, recipe: str, name: str, changes: Sequence[str]) -> Job:
     """A run on rows of n tokens, none of them cut short."""
-    changes = ["short_rows=0.0", *changes]
-    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=changes, timed=timed)
+    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=["short_rows=0.0", *changes])
 
 
 def run_name(variant: str, seed: int, steps: int | None = None) -> str:
-    return f"{_plain(variant)}-s{seed}" if steps is None else f"{_plain(variant)}-{steps}-s{seed}"
-
-
-def speed_name(variant: str) -> str:
-    return f"{_plain(variant)}-speed"
-
-
-def _plain(variant: str) -> str:
-    return variant.replace(", ", "-").replace(" ", "-").replace("=", "")
+    plain = variant.replace(", ", "-").replace(" ", "-").replace("=", "")
+    return f"{plain}-s{seed}" if steps is None else f"{plain}-{steps}-s{seed}"
 
 
 def sweep_name(scale: float, init: str, positions: str) -> str:
@@ -138,24 +125,28 @@ def collect(place: Place) -> dict[str, Any]:
     """Each variant over its seeds, the sweep's perplexities, and the longer runs; `None` where a run is missing."""
     names = {name: [run_name(name, seed) for seed in range(own.seeds)] for name, own in VARIANTS.items()}
     longer = {name: [run_name(name, 0, LONG)] for name in LONGER}
-    speeds = map(speed_name, DRAWN)
-    every = [*itertools.chain(*names.values(), *longer.values(), speeds), *(sweep_name(*cell) for cell in SWEEP)]
+    every = [*itertools.chain(*names.values(), *longer.values()), *(sweep_name(*cell) for cell in SWEEP)]
     results, runs = place.store.results(f"{GROUP}/{name}" for name in every)
 
-    def over(names: Sequence[str], variant: str | None = None) -> dict[str, Any] | None:
-        found = summary([result for name in names if (result := results.get(f"{GROUP}/{name}"))])
-        speed = results.get(f"{GROUP}/{speed_name(variant)}") if variant else None
-        return found and {**found, "seconds_per_step": speed and speed["tokens_per_step"] / speed["tokens_per_second"]}
+    def over(names: Sequence[str]) -> dict[str, Any] | None:
+        return summary([result for name in names if (result := results.get(f"{GROUP}/{name}"))])
 
     sweep = [
         {"scale": s, "init": i, "positions": p, **(over([sweep_name(s, i, p)]) or {"mean": None})} for s, i, p in SWEEP
     ]
     return {
         "runs": runs,
-        "variants": {name: over(own, name) for name, own in names.items()},
+        "variants": {name: over(own) for name, own in names.items()},
         "sweep": sweep,
-        "longer": {name: over(own, name) for name, own in longer.items()},
+        "longer": {name: over(own) for name, own in longer.items()},
+        "seconds": step_seconds(place),
     }
+
+
+def step_seconds(place: Place) -> dict[str, float]:
+    """Of a step of those variants that were timed."""
+    path = place.results / "steps" / "steps.json"
+    return json.loads(path.read_text())["seconds"] if path.is_file() else {}
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -177,9 +168,9 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def draw(record: Mapping[str, Any], path: Path) -> None:
     found = {name: own for name in DRAWN if (own := record["variants"][name])}
     against_time = {
-        name: [(step * own["seconds_per_step"] / 60, value) for step, value in own["curve"]]
+        name: [(step * record["seconds"][name] / 60, value) for step, value in own["curve"]]
         for name, own in found.items()
-        if own["seconds_per_step"]
+        if name in record["seconds"]
     }
     panels = {
         "2,000 steps": ("step", {name: own["curve"] for name, own in found.items()}),
@@ -195,10 +186,11 @@ def page(record: Mapping[str, Any]) -> list[str]:
     lines = [
         "Perplexity after 2,000 steps of 32,768 tokens. All models start with waves as positions and with queries and "
         "keys alike; without a local window, the windows that E starts as begin at other tokens in other layers "
-        "unless “unshifted”, and E learns at the common rate, or at 0.03 of it where it is “slow” or there is a local "
-        "window. “Plain start”: sinusoidal positions, queries and keys independent, windows unshifted, E slow.",
+        "unless “unshifted”. E learns at the common rate where all layers share it or it is “fast”, and at 0.03 of it "
+        "where each layer has its own, beside a local window, or where it is “slow”. “Plain start”: sinusoidal "
+        "positions, queries and keys independent, windows unshifted, E slow.",
         "",
-        *_table(record["variants"]),
+        *_table(record["variants"], record["seconds"]),
     ]
     if any(cell["mean"] for cell in record["sweep"]):
         columns = list(dict.fromkeys((cell["init"], cell["positions"]) for cell in record["sweep"]))
@@ -213,11 +205,11 @@ def page(record: Mapping[str, Any]) -> list[str]:
             rows.append((f"{scale:g}", *("missing" if value is None else f"{value:.1f}" for value in values)))
         lines += table(("s", *map(", ".join, columns)), rows)
     if any(record["longer"].values()):
-        lines += [f"After {LONG:,} steps:", "", *_table(record["longer"])]
+        lines += [f"After {LONG:,} steps:", "", *_table(record["longer"], record["seconds"])]
     return lines
 
 
-def _table(variants: Mapping[str, Any]) -> list[str]:
+def _table(variants: Mapping[str, Any], seconds: Mapping[str, float]) -> list[str]:
     twin, plain = variants[TWIN], variants.get(PLAIN_TWIN)
     rows = []
     for name, own in sorted(variants.items(), key=lambda item: item[1]["mean"] if item[1] else float("inf")):
@@ -225,8 +217,7 @@ def _table(variants: Mapping[str, Any]) -> list[str]:
             rows.append((name, "0", "missing", "", "", ""))
             continue
         ratio, to_plain = (f"{own['mean'] / other['mean']:.2f}" if other else "–" for other in (twin, plain))
-        timed = twin and twin["seconds_per_step"] and own["seconds_per_step"]
-        time = f"{own['seconds_per_step'] / twin['seconds_per_step']:.2f}" if timed else "–"
+        time = f"{seconds[name] / seconds[TWIN]:.2f}" if name in seconds else "–"
         spread = f" ± {own['std']:.1f}" if own["seeds"] > 1 else ""
         rows.append((name, str(own["seeds"]), f"{own['mean']:.1f}{spread}", ratio, to_plain, time))
     header = ("model", "seeds", "perplexity", "of the twin's", "of the plain twin's", "time of a step, of the twin's")

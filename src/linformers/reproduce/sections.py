@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 
 from .. import plots
 from ..checks import check_choice, check_size, make_folder, nearest_name
-from . import chosen_k, figure1, figure3, jobs, long_documents, quality, recall, table1, table2, table3
+from . import chosen_k, figure1, figure3, jobs, long_documents, quality, recall, steps, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
 
@@ -28,7 +28,7 @@ TRAINED: dict[str, ModuleType] = {
     "chosen-k": chosen_k,
     "long": long_documents,
 }
-MEASURED: dict[str, ModuleType] = {"figure1": figure1, "table1": table1, "table3": table3}
+MEASURED: dict[str, ModuleType] = {"figure1": figure1, "table1": table1, "table3": table3, "steps": steps}
 SECTIONS = {**MEASURED, **TRAINED}
 TITLES = {
     "figure1": "Figure 1: is attention low rank?",
@@ -36,6 +36,7 @@ TITLES = {
     "table3": "Table 3 and Figure 2: time and memory",
     "figure3": "Figure 3: perplexity while pretraining",
     "table2": "Table 2: fine-tuning",
+    "steps": "The time of a training step, n = 512",
     "quality": "A Linformer beside its twin, at equal steps",
     "recall": "A task that needs the whole text",
     "chosen-k": "Section 4: a k for each layer",
