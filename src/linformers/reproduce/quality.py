@@ -175,7 +175,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     panels = {
         "2,000 steps": ("step", {name: own["curve"] for name, own in found.items()}),
         "by the time they take": ("minutes on one GPU", against_time),
-        f"{LONG:,} steps": ("step", {name: own["curve"] for name, own in record["longer"].items() if own}),
+        f"{LONG:,} steps": ("step", {name: own["curve"] for name in DRAWN if (own := record["longer"].get(name))}),
     }
     if drawn := {title: panel for title, panel in panels.items() if panel[1]}:
         plots.quality(drawn, path)
