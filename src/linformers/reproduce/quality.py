@@ -61,6 +61,8 @@ VARIANTS = {
     "k=64 w=32, plain start": Variant("n512-k128-w32", ("model.projected_length=64", *PLAIN), 1),
     "window alone, w=32, plain start": Variant("n512-k128-w32", ("model.projection=none", *PLAIN), 1),
     "k=128 w=32 dynamic": Variant("n512-k128-w32", ("model.projection=dynamic",), 1),
+    "k=128 key-value": Variant("n512-k128-key-value", (), 1),
+    "k=128 key-value, fast E": Variant("n512-k128-key-value", (FAST,), 1),
 }
 # What is drawn, and timed: a rate or a shift of E makes no picture of its own.
 DRAWN = [name for name, own in VARIANTS.items() if own.seeds > 1 and not {SLOW, FAST, UNSHIFTED} & set(own.changes)]
