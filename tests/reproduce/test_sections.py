@@ -374,6 +374,10 @@ def test_a_task_of_table_2_and_the_spectra_of_its_twin(data, tmp_path, monkeypat
     assert before != after
     page = "\n".join(figure1.page(record))
     assert f"changes the mean share of our twin on wikitext from {before:.3f} to {after:.3f}" in page
+    kept = [path.read_text() for kind in ("json", "md") for path in (tmp_path / "results").rglob(f"*.{kind}")]
+    assert len(kept) >= 8
+    assert not any(str(data) in text for text in kept)
+    assert any("DIR/wikitext103_valtest" in text for text in kept)
 
 
 def test_the_page_is_made_of_the_json():
