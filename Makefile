@@ -36,7 +36,7 @@ demo: setup
 	$(RUN) linformers demo $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist worksteal --durations 30 $(ARGS)
 
 common: setup
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -c constraints.txt parameterized
