@@ -7,6 +7,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -15,6 +17,8 @@ from transformers import (
     FNetModel,
     GPT2Config,
     GPT2Model,
+    LlamaConfig,
+    LlamaModel,
     MPNetConfig,
     MPNetModel,
     PreTrainedTokenizerFast,
@@ -40,7 +44,8 @@ def tokenizer():
     )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", model_max_length=32)
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}  # as BERT's has
+    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **special)
 
 
 def encoder(kind):
@@ -56,6 +61,8 @@ def encoder(kind):
         "fnet": lambda: FNetModel(
             FNetConfig(vocab_size=100, hidden_size=16, num_hidden_layers=2, intermediate_size=16)
         ),
+        "albert": lambda: AlbertModel(AlbertConfig(embedding_size=16, **config)),
+        "llama": lambda: LlamaModel(LlamaConfig(**config)),
         "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
         "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
         "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),

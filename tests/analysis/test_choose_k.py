@@ -2,18 +2,21 @@
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import DistilBertConfig
 from typer.testing import CliRunner
 
 from linformers import LinformerConfig, LinformerModel
 from linformers.analysis import choose_k, figure1
 from linformers.analysis.choose_k import choose, kept, smallest, to_divisors, variants, within_budget
 from linformers.cli import app
+from linformers.training.recipe import read
 
+ROOT = Path(__file__).parents[2]
 N = 24
 
 
@@ -50,15 +53,15 @@ def test_choices_are_valid_and_keep_what_was_asked_for(per, sharing):
     by_head = np.broadcast_to(np.array(lengths).reshape(3, -1), (3, 2))
     reached = np.take_along_axis(ENERGY, by_head[:, :, None] - 1, -1)[..., 0]
     assert (reached >= 0.9).all() if per == "head" else (reached.mean(1) >= 0.9).all()
-    assert kept(lengths, ENERGY) == pytest.approx(reached.mean())
+    assert kept(lengths, ENERGY).mean() == pytest.approx(reached.mean())
 
 
 @pytest.mark.parametrize("sharing", ["headwise", "layerwise"])
 def test_a_budget_is_used_and_kept(sharing):
     lengths, share = within_budget(ENERGY, 64, per="layer", sharing=sharing)
     assert 48 <= np.mean(lengths) <= 64
-    assert kept(lengths, ENERGY) >= share
-    assert kept(lengths, ENERGY) > kept([64, 64, 64], ENERGY) or sharing == "layerwise"
+    assert kept(lengths, ENERGY).mean() >= share
+    assert kept(lengths, ENERGY).mean() > kept([64, 64, 64], ENERGY).mean() or sharing == "layerwise"
     with pytest.raises(ValueError, match="budget=1 is too small: half of the energy takes a mean k of"):
         within_budget(ENERGY, 1, per="layer", sharing=sharing)
 
@@ -94,10 +97,14 @@ def test_command(options, folder, text, tmp_path):
     assert config.projected_length == record["choices"]["chosen"]
     assert LinformerModel(config).config.max_position_embeddings == N
     assert all(cost["seconds"] > 0 and cost["peak_bytes"] > 0 for cost in record["costs"])
-    assert config.pad_token_id == DistilBertConfig().pad_token_id
-    page = (out / "choose-k.md").read_text()
-    assert "model.projected_length=[" in page
-    assert "model.num_hidden_layers=3 model.num_attention_heads=2" in page
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 3)  # the tokenizer's
+    assert "linformers pretrain RECIPE 'model.projected_length=[" in (out / "choose-k.md").read_text()
+    # What is printed trains this model, whatever the recipe says.
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("linformers pretrain RECIPE "))
+    for name in ("n512-twin", "n512-k128-layerwise"):
+        trained = read(ROOT / "recipes" / "small" / f"{name}.yaml", shlex.split(line)[3:]).config(vocab_size=100)
+        for field in ("projection", "projected_length", "sharing", "projection_scale", "max_position_embeddings"):
+            assert getattr(trained, field) == getattr(config, field)
 
 
 @pytest.mark.parametrize(

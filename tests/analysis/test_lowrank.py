@@ -1,13 +1,14 @@
 """P replaced by low rank: the best there is, and what E and F make of it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from linformers.analysis import attentions, equation6, lowrank
+from linformers.analysis import attentions, equation6, lowrank, qkv
 from linformers.cli import app
 
 N, K = 24, 6
@@ -79,7 +80,7 @@ def test_times():
 
 def test_command(folder, text, tmp_path):
     out = tmp_path / "out"
-    arguments = ["lowrank", folder("mpnet"), "--text", text, "--length", str(N), "--projected", "4,8"]
+    arguments = ["lowrank", folder("roberta"), "--text", text, "--length", str(N), "--projected", "4,8"]
     arguments += ["--passages", "2", "--others", "3", "--steps", "3", "--out", str(out)]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
@@ -105,3 +106,17 @@ def test_one_sentence(options, message, folder, text, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         equation6.run(settings, out=tmp_path / "out", command="", console=Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("mpnet", "adds a bias to its logits"), ("albert", "has 3 layers but maps of .* for 1: take")]
+)
+def test_what_e_and_f_would_leave_out(kind, message, folder, text, tmp_path):
+    settings = equation6.Settings(folder(kind), [text], projected=[4], length=N, passages=1, others=1)
+    with pytest.raises(ValueError, match=message):
+        equation6.run(settings, out=tmp_path / "out", command="", console=Console(quiet=True))
+
+
+def test_queries_and_keys_of_a_decoder_are_refused(folder, text):
+    with pytest.raises(ValueError, match="is causal: its queries do not see the keys behind them"):
+        qkv.read_passages(Path(folder("llama")), Path(text), 8)

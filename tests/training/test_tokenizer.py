@@ -81,11 +81,25 @@ def test_a_tokenizer_without_a_token_is_refused(missing, prepared, source, tmp_p
     config = prepared / "tokenizer" / "tokenizer_config.json"
     own = Path(shutil.copytree(prepared / "tokenizer", tmp_path / "own"))
     settings = json.loads(config.read_text())
-    del settings[f"{missing}_token"]
+    for name in ("eos", "sep") if missing == "eos" else (missing,):
+        del settings[f"{name}_token"]
     (own / config.name).write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=f"has no {missing} token; it needs pad, eos and mask tokens"):
         run([source], tmp_path / "out", tokenizer=str(own))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_like_berts_ends_documents_with_its_separator(prepared, source, tmp_path):
+    config = prepared / "tokenizer" / "tokenizer_config.json"
+    own = Path(shutil.copytree(prepared / "tokenizer", tmp_path / "own"))
+    settings = json.loads(config.read_text())
+    del settings["eos_token"]
+    (own / config.name).write_text(json.dumps(settings))
+    run([source], tmp_path / "out", tokenizer=str(own))
+    corpus = Corpus.open(tmp_path / "out")
+    assert corpus.tokenizer().eos_token == settings["sep_token"]
+    stream = corpus.tokens("train")
+    assert stream.read(len(stream) - 1, 1).tolist() == [corpus.tokenizer().eos_token_id]
 
 
 def test_a_slow_tokenizer_is_refused(source, tmp_path, monkeypatch):

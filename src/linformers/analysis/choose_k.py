@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
 from ..benchmark.efficiency import Cell, Contender, make_run, mebibytes, milliseconds
 from ..benchmark.measure import best_device, interleaved, peak_memory
@@ -22,11 +22,12 @@ from ..checks import check_choice, check_size
 from ..config import SHARINGS, LinformerConfig
 from ..provenance import commit, environment
 from . import figure1
+from .attentions import load_config
 
 # What a k is rounded up to where it is free: a tile of a matrix product.
 STEP = 8
 PER = ("layer", "head")
-# What a recipe must have in common with the model that was looked at.
+# What a recipe must have in common with the model that was looked at; and what it must not say otherwise.
 RECIPE_FIELDS = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -34,6 +35,8 @@ RECIPE_FIELDS = (
     "intermediate_size",
     "max_position_embeddings",
     "sharing",
+    "projection",
+    "projection_scale",
 )
 
 Lengths = list[int] | list[list[int]]
@@ -119,10 +122,10 @@ def variants(chosen: Lengths) -> dict[str, Lengths]:
     return {name: lengths for name, lengths in found.items() if name == "chosen" or lengths != chosen}
 
 
-def kept(lengths: Lengths, energy: np.ndarray) -> float:
-    """The mean share of the energy that projected lengths keep."""
+def kept(lengths: Lengths, energy: np.ndarray) -> np.ndarray:
+    """The share of the energy that projected lengths keep, (layers, heads)."""
     by_head = np.broadcast_to(np.array(lengths).reshape(len(lengths), -1), energy.shape[:2])
-    return float(np.take_along_axis(energy, by_head[:, :, None] - 1, -1).mean())
+    return np.take_along_axis(energy, by_head[:, :, None] - 1, -1)[:, :, 0]
 
 
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> Lengths:
@@ -141,26 +144,32 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
     with console.status("measuring time and memory"):
         cells = costs(found, {**fields, "sharing": settings.sharing}, settings.spectrum.length)
 
-    table = Table("projected length", "mean k", "energy kept", "ms", "MiB", title="What each choice keeps and costs")
+    table = Table("projected length", "mean k", "energy kept", "by the least head", "ms", "MiB")
+    table.title = "What each choice keeps and costs"
     for (name, lengths), cell in zip(found.items(), cells, strict=True):
-        kept_share = f"{kept(lengths, spectrum.energy):.4f}"
-        table.add_row(
-            name, f"{np.mean(lengths):.1f}", kept_share, f"{milliseconds(cell):.1f}", f"{mebibytes(cell):,.0f}"
-        )
+        by_head = kept(lengths, spectrum.energy)
+        shares = (f"{by_head.mean():.4f}", f"{by_head.min():.4f}")
+        table.add_row(name, f"{np.mean(lengths):.1f}", *shares, f"{milliseconds(cell):.1f}", f"{mebibytes(cell):,.0f}")
+    groups = ", and heads of different k are computed in groups" if settings.per == "head" else ""
     bought = f"A mean k of at most {settings.budget} buys" if settings.budget else "What was asked for is"
     sizes = {**fields, "max_position_embeddings": settings.spectrum.length, "sharing": settings.sharing}
+    sizes |= {"projection": "linear", "projection_scale": "null"}
     changes = [f"model.{name}={sizes[name]}" for name in RECIPE_FIELDS]
+    train = ["linformers", "pretrain", "RECIPE", f"model.projected_length={json.dumps(chosen)}", *changes]
     lines = [
         f"{bought} {share:.4f} of the energy in each {settings.per}: k = {chosen} (sharing {settings.sharing!r}). The "
         "table has what is kept on average, once k is rounded up.",
         verdict(chosen),
-        f"Time and memory are of a pass of {cells[0].batch} sequences in inference; equal costs differ by noise.",
-        "config.json is a LinformerConfig. Train such a model with: linformers pretrain RECIPE "
-        f"'model.projected_length={json.dumps(chosen)}' {' '.join(changes)}",
+        "The energy is what the best matrix of rank k would keep of P; one pair E, F that serves all inputs keeps less "
+        "(linformers lowrank).",
+        f"Time and memory are of a pass of {cells[0].batch} sequences in inference; equal costs differ by "
+        f"noise{groups}.",
+        "config.json is a LinformerConfig. A recipe trains such a model with:",
+        shlex.join(train),
     ]
     console.print(table)
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("linformers "))
     config(fields, chosen, settings).save_pretrained(out)
     record = {**where, "share": share, **how, "choices": found, "costs": [asdict(cell) for cell in cells]}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -170,11 +179,14 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
 
 
 def model_fields(settings: Settings) -> dict[str, Any]:
-    """The sizes of the model that was looked at, for one that is to be trained."""
-    theirs = AutoConfig.from_pretrained(settings.spectrum.model)
+    """The sizes of the model that was looked at, for one that is to be trained; its special tokens."""
+    theirs, tokenizer = load_config(settings.spectrum.model)
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    others = ("hidden_act", "pad_token_id", "bos_token_id", "eos_token_id")
-    fields = {name: getattr(theirs, name, None) for name in (*sizes, *others)}
+    fields = {name: getattr(theirs, name, None) for name in (*sizes, "hidden_act", "layer_norm_eps")}
+    fields["pad_token_id"] = tokenizer.pad_token_id
+    for name, other in (("bos", "cls"), ("eos", "sep")):  # BERT's names
+        own = getattr(tokenizer, f"{name}_token_id")
+        fields[f"{name}_token_id"] = getattr(tokenizer, f"{other}_token_id") if own is None else own
     if fields["intermediate_size"] is None:
         fields["intermediate_size"] = getattr(theirs, "hidden_dim", 4 * theirs.hidden_size)  # DistilBERT's name
     return {name: value for name, value in fields.items() if value is not None}

@@ -17,6 +17,7 @@ from ..progress import progress
 from ..provenance import commit, environment
 from . import attentions, lowrank
 from .lowrank import OTHERS, OWN, SVD, Loss
+from .qkv import check_plain
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
             f"length={settings.length} that the texts have"
         )
     layers, heads = attentions.check_watchable(model, ids, settings.model)
+    check_plain(model, ids, settings.model)
     measured, others = ids.split([settings.passages, settings.others])
     losses: list[Loss] = []
     with progress(console) as bars:
@@ -137,9 +139,11 @@ def sentences(losses: Sequence[Loss], times: dict[str, dict[int | None, float]])
     k = projected[len(projected) // 2]
     at = {loss.way: loss for loss in losses if loss.k == k}
     return [
-        f"At k={k}, the best matrix of rank k misses P V by {at[SVD].heads:.3f}, E and F fitted to the passage itself "
-        f"by {at[OWN].heads:.3f}, and E and F fitted to other passages by {at[OTHERS].heads:.3f}: the first two see "
-        "the passage they approximate, a trained Linformer does not.",
+        f"At k={k}, the matrix of rank k that is nearest to P (which need not be the best one for P V) misses P V by "
+        f"{at[SVD].heads:.3f}, E and F fitted to the passage itself by {at[OWN].heads:.3f}, and E and F fitted to "
+        f"other passages by {at[OTHERS].heads:.3f}: the first two see the passage they approximate, a trained "
+        "Linformer does not.",
         f"The SVD of every P takes {times[SVD][k] / times['exact'][None]:.0f} times as long as exact attention, E and "
-        f"F {times['E, F'][k] / times['exact'][None]:.2f} times: this is why the paper leaves equation 6 aside.",
+        f"F {times['E, F'][k] / times['exact'][None]:.2f} times: that an SVD costs more than it saves is why the paper "
+        "leaves equation 6 aside.",
     ]

@@ -39,7 +39,7 @@ GAPS = (
     "that norm, not in that of row i; and a factor Θ(d) is left in front of ε, whose removal costs k a factor d², "
     "not d. That rank(A) = d plays no part: exp(A)V has d columns.",
     "**Theorem 2, the minimum.** With each Θ read as 1 the side 9d log d binds only for n > d^(9d/5): beyond "
-    "10²⁰⁸ for d = 64, 10⁸⁶ for d = 32. In any use k = 5 log n/ε², which grows with n. The proof's own k is 5 "
+    "10²⁰⁸ for d = 64, 10⁸⁷ for d = 32. In any use k = 5 log n/ε², which grows with n. The proof's own k is 5 "
     "log(nd)/(ε²−ε³).",
 )
 

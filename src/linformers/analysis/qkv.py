@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..checks import check_size
 from ..training import sources
-from .attentions import load_encoder, longest
+from .attentions import check_watchable, load_encoder, longest, watching
 
 # What encoders call the maps of queries, keys and values.
 NAMES = (("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
@@ -125,6 +125,30 @@ def maps_of(model: PreTrainedModel, name: str) -> list[list[nn.Module]]:
     )
 
 
+def check_plain(model: PreTrainedModel, ids: Tensor, name: str) -> None:
+    r"""Refuse a model whose P is more than $\mathrm{softmax}(Q K^T / \sqrt{d})$ of a layer's own maps, on passages."""
+    seen: list[bool] = []
+    with torch.no_grad(), Recorder(model, name) as recorder:
+
+        def compare(layer: int, probs: Tensor) -> None:
+            query, key, _ = recorder.seen[min(layer, len(recorder.seen) - 1)]
+            plain = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-1)
+            seen.append(bool((plain - probs).abs().max() < 1e-4))
+
+        with watching(compare, ids.shape[1]):
+            model(ids[:1].to(model.device))
+    if len(seen) != len(recorder.seen):
+        raise ValueError(
+            f"model={name!r} has {len(seen)} layers but maps of queries, keys and values for {len(recorder.seen)}: "
+            "take an encoder whose layers share none, such as BERT or RoBERTa"
+        )
+    if not all(seen):
+        raise ValueError(
+            f"model={name!r} adds a bias to its logits or turns queries and keys by their positions, which E and F "
+            "leave out; take an encoder whose P is softmax(Q K'/√d), such as BERT, RoBERTa or DistilBERT"
+        )
+
+
 def entropy(head: Head) -> float:
     """The mean over rows of the entropy of P, in nats: log n where attention is uniform, 0 where it is sharp."""
     return sum(float(torch.special.entr(rows).sum()) for rows in blocks(head)) / head.n
@@ -165,6 +189,7 @@ def read_passages(folder: Path, text: Path, length: int) -> Passages:
     n = min(length, longest(model.config, tokenizer), len(ids) // 2)
     if n < 2:
         raise ValueError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")
+    check_watchable(model, ids[None, :n], str(folder))
     return Passages(folder.name, model, ids[:n], ids[n : 2 * n])
 
 

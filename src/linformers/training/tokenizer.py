@@ -73,6 +73,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         raise ValueError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer={name!r} has no tokenizer.json: only tokenizers of the library tokenizers work")
+    if tokenizer.eos_token is None and tokenizer.sep_token is not None:  # BERT's name for what ends a text
+        tokenizer.eos_token = tokenizer.sep_token
     for kind in ("pad", "eos", "mask"):
         if getattr(tokenizer, f"{kind}_token_id") is None:
             raise ValueError(f"tokenizer={name!r} has no {kind} token; it needs pad, eos and mask tokens")
