@@ -86,11 +86,44 @@ def test_goes_on_from_where_it_was(folder, tmp_path):
     assert len(seen) == 3
     for name in ("values", "cumulative", "cumulative_std", "energy", "energy_std"):
         np.testing.assert_array_equal(getattr(result, name), getattr(whole, name))
-    with pytest.raises(ValueError, match="is of another model, other texts or another length"):
-        spectrum.measure(model, ids[:5], state_file=state)
+    fewer = spectrum.measure(model, ids[:5], state_file=state)  # more are there
+    assert fewer.sentences == 6
+    np.testing.assert_array_equal(fewer.energy, whole.energy)
+    more = torch.cat([ids, torch.randint(4, 90, (2, N))])
+    grown = spectrum.measure(model, more, state_file=state)
+    np.testing.assert_array_equal(grown.energy, spectrum.measure(model, more).energy)
+    other, _ = attentions.load_encoder(folder("roberta"))
+    for their_model, their_ids in ((model, more.flip(0)), (model, more[:, :-1]), (other, more)):
+        with pytest.raises(ValueError, match="is of another model, other texts or another length or seed"):
+            spectrum.measure(their_model, their_ids, state_file=state)
 
 
-def test_passages(text):
+@pytest.mark.parametrize("junk", [b"", b"no arrays", b"PK\x03\x04 no arrays"])
+def test_a_state_that_is_none(junk, folder, tmp_path):
+    (tmp_path / "state.npz").write_bytes(junk)
+    model, _ = attentions.load_encoder(folder("bert"))
+    with pytest.raises(ValueError, match=r"state\.npz is no state of a measurement; give another --out, or remove it$"):
+        spectrum.measure(model, torch.randint(4, 90, (1, N)), state_file=tmp_path / "state.npz")
+
+
+def test_choose_k_reuses_a_spectrum(folder, text, tmp_path):
+    """Whichever of them has more passages."""
+    own, out = folder("bert"), ["--length", str(N), "--text", text, "--out", str(tmp_path / "out")]
+
+    def told(*arguments):
+        result = CliRunner().invoke(app, [*arguments, *out], catch_exceptions=False)
+        assert result.exit_code == 0
+        return " ".join(result.output.split())
+
+    told("spectrum", own, "--sentences", "5")
+    few = told("choose-k", own, "--sentences", "3", "--energy", "0.8")
+    assert "5 passages were measured before, more than the 3 asked for: the result is of all" in few
+    assert "5 passages were measured before " in told("choose-k", own, "--sentences", "7", "--energy", "0.8")
+    told("spectrum", own, "--sentences", "2")
+    assert json.loads((tmp_path / "out" / "spectrum.json").read_text())["sentences"] == 7
+
+
+def test_passages(text, monkeypatch):
     own = tokenizer()
     ids = attentions.passages([text], own, N, 20)
     assert ids.shape == (20, N)
@@ -98,6 +131,12 @@ def test_passages(text):
     assert (ids[:, -1] == 2).all()
     assert torch.equal(ids, attentions.passages([text], own, N, 20))
     assert not torch.equal(ids, attentions.passages([text], own, N, 20, seed=1))
+    for pool in (attentions.POOL, 4 * N):  # all at once, and four at a time
+        monkeypatch.setattr(attentions, "POOL", pool)
+        many = attentions.passages([text], own, N, 20)
+        for count in (1, 3, 9):
+            assert torch.equal(attentions.passages([text], own, N, count), many[:count])
+        assert len(many.unique(dim=0)) == 20
     message = r"length=300 is too long for these texts: the longest of 30 documents has (19\d|20[0-2]) tokens"
     with pytest.raises(ValueError, match=message):
         attentions.passages([text], own, 300, 20)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +30,8 @@ from ..training import sources
 Watch = Callable[[int, Tensor], Tensor | None]
 
 USUAL_LENGTH = 512
-# So many times the passages that are asked for are gathered, and then drawn from.
-POOL = 20
+# Passages are gathered up to so many tokens and shuffled; only if all of them are drawn, more are gathered.
+POOL = 2**22
 
 
 def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -88,25 +90,35 @@ def passages(
     seed: int = 0,
     text_column: str = "text",
 ) -> Tensor:
-    """Up to `count` passages of exactly `length` tokens, special ones included, drawn from documents: (count, n)."""
+    """Up to `count` passages of exactly `length` tokens, special ones included, drawn from documents: (count, n).
+
+    Fewer passages are the first of more; no more of the texts is read than they need.
+    """
     check_size("length", length)
     check_size("count", count)
-    found: list[list[int]] = []
     documents = longest_seen = 0
     special = tokenizer.num_special_tokens_to_add()
-    for document in (text for path in sources.find_files(texts) for text in sources.documents(path, text_column)):
-        encoded = tokenizer(document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False)
-        found += [ids for ids in encoded["input_ids"] if len(ids) == length]
-        documents += 1
-        longest_seen = max(longest_seen, special + sum(len(ids) - special for ids in encoded["input_ids"]))
-        if len(found) >= POOL * count:
-            break
-    if not found:
+
+    def cut() -> Iterator[np.ndarray]:
+        nonlocal documents, longest_seen
+        for document in (text for path in sources.find_files(texts) for text in sources.documents(path, text_column)):
+            encoded = tokenizer(
+                document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False
+            )["input_ids"]
+            documents += 1
+            longest_seen = max(longest_seen, special + sum(len(ids) - special for ids in encoded))
+            yield from (np.array(ids, dtype=np.int32) for ids in encoded if len(ids) == length)
+
+    found, drawn, order = cut(), list[np.ndarray](), random.Random(seed)
+    while len(drawn) < count and (pool := list(islice(found, max(1, POOL // length)))):
+        order.shuffle(pool)
+        drawn += pool
+    if not drawn:
         raise ValueError(
             f"length={length} is too long for these texts: the longest of {documents} documents has {longest_seen} "
             "tokens"
         )
-    return torch.tensor(random.Random(seed).sample(found, min(count, len(found))))
+    return torch.from_numpy(np.stack(drawn[:count])).long()
 
 
 @contextmanager

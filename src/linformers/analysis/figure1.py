@@ -97,9 +97,10 @@ def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
         def start(done: int, layers: int, heads: int) -> None:
             nonlocal matrices
             matrices = layers * heads
-            bars.update(task, completed=done)
+            bars.update(task, completed=min(done, len(ids)))
+            more = f", more than the {len(ids)} asked for: the result is of all" if done > len(ids) else ""
             if done:
-                console.print(f"{done} passages were measured before", highlight=False)
+                console.print(f"{done} passages were measured before{more}", highlight=False)
 
         def advance() -> None:
             bars.advance(task)

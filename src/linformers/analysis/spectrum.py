@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -89,21 +90,31 @@ SERIES = ("values", "cumulative", "energy")
 
 
 class State:
-    """How far a measurement has come, on disk; another run with the same model and passages goes on from there."""
+    """How far a measurement has come, on disk; a run with the same model and first passages goes on from there."""
 
-    def __init__(self, path: Path | None, fingerprint: str) -> None:
-        self.path, self.fingerprint = path, fingerprint
+    def __init__(self, path: Path | None, model: str, passages: np.ndarray) -> None:
+        self.path, self.model, self.passages = path, model, passages
         self.moments = {name: Moments() for name in SERIES}
         self.saved = time.monotonic()
         if path is not None and path.exists():
-            with np.load(path) as file:
-                if str(file["fingerprint"]) != fingerprint:
-                    raise ValueError(
-                        f"{path} is of another model, other texts or another length; give another --out, or remove it"
-                    )
-                count = int(file["count"])
-                for name in SERIES:
-                    self.moments[name] = Moments(count, file[f"{name}_mean"], file[f"{name}_squares"])
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        try:
+            with path.open("rb") as raw, np.load(raw) as file:
+                arrays = {name: file[name] for name in ("model", "passages", *_arrays(self.moments))}
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
+            raise ValueError(f"{path} is no state of a measurement; give another --out, or remove it") from None
+        both = min(len(arrays["passages"]), len(self.passages))
+        if str(arrays["model"]) != self.model or (arrays["passages"][:both] != self.passages[:both]).any():
+            raise ValueError(
+                f"{path} is of another model, other texts or another length or seed; give another --out, or remove it"
+            )
+        if both == len(self.passages):
+            self.passages = arrays["passages"]
+        for name in SERIES:
+            own = (arrays[f"{name}_mean"], arrays[f"{name}_squares"])
+            self.moments[name] = Moments(len(arrays["passages"]), *own)
 
     @property
     def done(self) -> int:
@@ -120,11 +131,8 @@ class State:
         """Write all of it, or nothing."""
         if self.path is None or not self.done:
             return
-        arrays: dict[str, Any] = {"fingerprint": self.fingerprint, "count": self.done}
-        for name, moments in self.moments.items():
-            arrays |= {f"{name}_mean": moments.mean, f"{name}_squares": moments.squares}
         buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
+        np.savez(buffer, model=self.model, passages=self.passages[: self.done], **_arrays(self.moments))
         part = self.path.with_suffix(".part")
         part.write_bytes(buffer.getvalue())
         part.replace(self.path)
@@ -133,6 +141,11 @@ class State:
     def result(self) -> Spectrum:
         values, share, energy = (self.moments[name] for name in SERIES)
         return Spectrum(self.done, values.mean, share.mean, share.std, energy.mean, energy.std)
+
+
+def _arrays(moments: dict[str, Moments]) -> dict[str, Any]:
+    means = {f"{name}_mean": own.mean for name, own in moments.items()}
+    return means | {f"{name}_squares": own.squares for name, own in moments.items()}
 
 
 def measure(
@@ -154,12 +167,13 @@ def measure(
         ids: the passages.
         name: what errors call the model.
         workers: threads.
-        state_file: where to keep how far the measurement has come; if that is there already, it goes on from there.
+        state_file: where to keep how far the measurement has come; if that is there already, it goes on from there, and
+            if it has more passages than `ids`, all of them are the result.
         on_start: called with the passages that are done already, the layers and the heads.
         on_sentence: called after each passage.
     """
     layers, heads = check_watchable(model, ids, name)
-    state = State(state_file, fingerprint(model, ids))
+    state = State(state_file, fingerprint(model), hashes(ids))
     on_start(state.done, layers, heads)
     with _one_thread_each(), ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         pending: list[list[Any]] = []
@@ -191,14 +205,19 @@ def measure(
     return state.result()
 
 
-def fingerprint(model: PreTrainedModel, ids: Tensor) -> str:
-    """What tells a model and its passages from others."""
+def fingerprint(model: PreTrainedModel) -> str:
+    """What tells a model from others."""
     digest = hashlib.blake2b(digest_size=16)
     for key, weight in model.state_dict().items():
         digest.update(key.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data if weight.numel() else b"")
-    digest.update(ids.numpy().tobytes())
     return digest.hexdigest()
+
+
+def hashes(ids: Tensor) -> np.ndarray:
+    """What tells each of the passages (count, n) from others, (count,)."""
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in ids.numpy())
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
