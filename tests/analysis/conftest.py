@@ -38,9 +38,9 @@ SIZES = {
 }
 
 
-def tokenizer():
+def tokenizer(known=WORDS):
     words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<pad>", *WORDS])}, "<unk>")
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<pad>", *known])}, "<unk>")
     )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])

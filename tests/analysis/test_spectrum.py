@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from linformers.analysis import attentions, figure1, spectrum
+from linformers.analysis import attentions, equation6, figure1, spectrum
 from linformers.cli import app
 
 from .conftest import tokenizer
@@ -137,6 +137,7 @@ def test_passages(text, monkeypatch):
         for count in (1, 3, 9):
             assert torch.equal(attentions.passages([text], own, N, count), many[:count])
         assert len(many.unique(dim=0)) == 20
+    own.model_max_length = 300
     message = r"length=300 is too long for these texts: the longest of 30 documents has (19\d|20[0-2]) tokens"
     with pytest.raises(ValueError, match=message):
         attentions.passages([text], own, 300, 20)
@@ -228,3 +229,35 @@ def test_one_sentence(kind, options, message, folder, text, tmp_path, monkeypatc
 def test_no_such_folder(name):
     with pytest.raises(ValueError, match=f"model='{name}' is no folder"):
         attentions.load_encoder(name)
+
+
+def test_a_model_without_its_tokenizer(folder, tmp_path):
+    """Of transformers there would be one that knows no words, and P that of unknown ones."""
+    own = Path(folder("bert"))
+    for path in own.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="has no tokenizer: save one beside the model$"):
+        attentions.load_config(str(own))
+    few = tokenizer(["w1", "w2"])
+    few.save_pretrained(own)
+    with pytest.raises(ValueError, match="has a tokenizer of 6 tokens for a vocabulary of 100; save the one that"):
+        attentions.load_config(str(own))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bert", 40), ("roberta", 38), ("mpnet", 38), ("distilbert", 40)])
+def test_as_long_as_the_positions_reach(kind, most, folder):
+    own = tokenizer()
+    own.model_max_length = 10**30  # it does not know
+    own.save_pretrained(path := folder(kind))
+    assert attentions.usual_length(path) == most
+    model, own = attentions.load_encoder(path)
+    with torch.no_grad():
+        model(torch.full((1, most), 5))
+    with pytest.raises(ValueError, match=f"length={most + 1} is more than the {most} tokens that '.*{kind}' takes"):
+        attentions.passages(["none.txt"], own, most + 1, 1)
+
+
+def test_lowrank_of_too_long_passages(folder, text, tmp_path):
+    settings = equation6.Settings(folder("bert"), [text], (2,), length=33)
+    with pytest.raises(ValueError, match="length=33 is more than the 32 tokens that"):
+        equation6.run(settings, out=tmp_path / "out", command="", console=Console(quiet=True))

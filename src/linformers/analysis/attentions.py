@@ -30,6 +30,10 @@ from ..training import sources
 Watch = Callable[[int, Tensor], Tensor | None]
 
 USUAL_LENGTH = 512
+# Files of which a tokenizer has at least one; without them transformers makes one that knows no words.
+TOKENIZER = ("tokenizer*", "vocab*", "merges*", "*.model", "*.bpe*", "special_tokens_map.json")
+# A tokenizer of fewer tokens, and of less than a tenth of the model's vocabulary, is not the model's.
+FEW_WORDS = 1000
 # Passages are gathered up to so many tokens and shuffled; only if all of them are drawn, more are gathered.
 POOL = 2**22
 
@@ -44,19 +48,30 @@ def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel,
 
 
 def load_config(name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """The config and the tokenizer of a model whose P can be looked at."""
+    """The config of a model whose P can be looked at, and its tokenizer, which knows how many tokens the model takes."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no hub name either
         raise ValueError(f"model={name!r} is no folder")
     with _told(name):
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"model={name!r} is a decoder; the analysis is of encoders, whose queries see all keys")
+            what = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "a decoder"
+            raise ValueError(f"model={name!r} is {what}; the analysis is of encoders, whose queries see all keys")
         if isinstance(config, LinformerConfig) and config.projection != "identity":
             raise ValueError(
                 f"model={name!r} is a Linformer, whose attention is onto projected keys; take an encoder with full "
                 "attention, such as RoBERTa or a twin (projection='identity')"
             )
-        return config, AutoTokenizer.from_pretrained(name)
+        if Path(name).is_dir() and not any(found for files in TOKENIZER for found in Path(name).glob(files)):
+            raise ValueError(f"model={name!r} has no tokenizer: save one beside the model")
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    words, rows = len(tokenizer), getattr(config, "vocab_size", None) or 0
+    if words < min(FEW_WORDS, rows / 10):
+        raise ValueError(
+            f"model={name!r} has a tokenizer of {words} tokens for a vocabulary of {rows}; save the one that the model "
+            "was trained with beside it"
+        )
+    tokenizer.model_max_length = longest(config, tokenizer)
+    return config, tokenizer
 
 
 @contextmanager
@@ -72,13 +87,23 @@ def _told(name: str) -> Iterator[None]:
 
 def longest(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """The most tokens that a model takes."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    if positions < 1:  # XLNet's is -1
+        return tokenizer.model_max_length
+    return min(tokenizer.model_max_length, positions - _positions_before(config))
+
+
+def _positions_before(config: PreTrainedConfig) -> int:
+    """How many positions no token has: RoBERTa and its like count from the one behind that of padding."""
+    with torch.device("meta"):  # no weights
+        modules = dict(AutoModel.from_config(config).named_modules())
+    paddings = [getattr(own, "padding_idx", None) for path, own in modules.items() if "position" in path.split(".")[-1]]
+    return max((padding + 1 for padding in paddings if padding is not None), default=0)
 
 
 def usual_length(name: str) -> int:
     """512 tokens, or as many as a model takes."""
-    return min(USUAL_LENGTH, longest(*load_config(name)))
+    return min(USUAL_LENGTH, load_config(name)[1].model_max_length)
 
 
 def passages(
@@ -96,8 +121,13 @@ def passages(
     """
     check_size("length", length)
     check_size("count", count)
-    documents = longest_seen = 0
     special = tokenizer.num_special_tokens_to_add()
+    if length <= special:
+        raise ValueError(f"length={length} has no room for words beside {special} special tokens; take more")
+    if length > tokenizer.model_max_length:
+        most, name = tokenizer.model_max_length, tokenizer.name_or_path
+        raise ValueError(f"length={length} is more than the {most} tokens that {name!r} takes")
+    documents = longest_seen = 0
 
     def cut() -> Iterator[np.ndarray]:
         nonlocal documents, longest_seen

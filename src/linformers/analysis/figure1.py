@@ -76,9 +76,6 @@ def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
     settings.check()
     make_folder("out", out)
     model, tokenizer = attentions.load_encoder(settings.model)
-    most = attentions.longest(model.config, tokenizer)
-    if settings.length > most:
-        raise ValueError(f"length={settings.length} is more than the {most} tokens that {settings.model!r} takes")
     with console.status("reading the texts"):
         ids = attentions.passages(
             settings.texts,
