@@ -81,6 +81,7 @@ def test_folders_are_searched_in_order(tmp_path):
     found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path])]
     assert found == ["a.csv", "b.txt", "deep/er/c.jsonl.gz"]
     assert find_files([tmp_path / "b.txt", tmp_path / "a.csv"]) == [tmp_path / "b.txt", tmp_path / "a.csv"]
+    assert find_files(str(tmp_path / "b.txt")) == find_files(tmp_path / "b.txt") == [tmp_path / "b.txt"]
     assert kind(tmp_path / "deep/er/c.JSONL.gz") == ".jsonl"
 
 
@@ -110,6 +111,8 @@ def test_reading_tells_how_far_it_is(name, tmp_path):
         ("a.txt.gz", b"plain text", "a.txt.gz is damaged or not what its name says: Not a gzipped file"),
         ("a.txt.xz", b"plain text", "a.txt.xz is damaged or not what its name says"),
         ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 9)[:-30], "a.jsonl.xz is damaged or not what its name says"),
+        ("a.txt", b"some text\n" * 9 + b"\x00\x8f", "a.txt is no text in UTF-8: it has NUL bytes"),
+        ("a.md.gz", gzip.compress("some text".encode("utf-16")), "a.md.gz is no text in UTF-8: it has NUL bytes"),
         ("a.parquet", b"plain text", "a.parquet is damaged or not what its name says"),
     ],
 )

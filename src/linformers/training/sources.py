@@ -16,6 +16,7 @@ from typing import Any, TextIO
 TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 TEXTS = (".txt", ".md", ".rst", ".py")
 PACKERS = {".gz": gzip.open, ".xz": lzma.open}
+MOST = 2**20  # characters of a line, or of a document that is cut from a text, or twice as many
 
 OnRead = Callable[[int], None]  # hears how many bytes of a file on disk have been read
 
@@ -25,17 +26,20 @@ def kind(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() in PACKERS else path.suffix.lower()
 
 
-def find_files(sources: Sequence[str | Path]) -> list[Path]:
-    """The files named, and in folders all files of a known kind, in the order of their names."""
+def find_files(sources: str | Path | Sequence[str | Path], name: str = "source") -> list[Path]:
+    """The files named, and in folders all files of a known kind, in the order of their names.
+
+    `name` is what an error calls a source.
+    """
     files: list[Path] = []
-    for source in map(Path, sources):
+    for source in map(Path, [sources] if isinstance(sources, str | Path) else sources):
         if source.is_dir():
             found = sorted(p for p in source.rglob("*") if p.is_file() and kind(p) in TABLES + TEXTS)
             if not found:
                 raise ValueError(f"folder {source} has no file of a known kind ({', '.join(TEXTS + TABLES)})")
             files += found
         elif not source.exists():
-            raise ValueError(f"source {str(source)!r} does not exist")
+            raise ValueError(f"{name} {str(source)!r} does not exist")
         elif kind(source) not in TABLES + TEXTS:
             raise ValueError(f"file {source} is of no known kind ({', '.join(TEXTS + TABLES)}, plain, .gz or .xz)")
         else:
@@ -81,7 +85,7 @@ def documents(path: Path, text_column: str = "text", on_read: OnRead | None = No
                 yield str(text)
         return
     with open_text(path, on_read) as file:
-        yield from _paragraphs(file)
+        yield from _paragraphs(_lines(path, file))
 
 
 def column_names(path: Path) -> list[str]:
@@ -147,10 +151,18 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _paragraphs(file: TextIO, most: int = 2**20) -> Iterator[str]:
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    """The lines of a text, in parts if they are long; what no text has is an error."""
+    for line in iter(lambda: file.readline(MOST), ""):
+        if "\0" in line:
+            raise ValueError(f"{path} is no text in UTF-8: it has NUL bytes")
+        yield line
+
+
+def _paragraphs(lines: Iterator[str], most: int = MOST) -> Iterator[str]:
     """The whole text as one document or, from `most` characters on, pieces that end at a blank line if there is one."""
     piece = io.StringIO()
-    for line in iter(lambda: file.readline(most), ""):
+    for line in lines:
         if piece.tell() >= most and (not line.strip() or piece.tell() >= 2 * most):
             yield piece.getvalue()
             piece = io.StringIO()
