@@ -284,7 +284,7 @@ def spectrum(
 
     _hide_bars()
     length = attentions.usual_length(model) if length is None else length
-    at = length // 4 if at is None else at
+    at = max(1, length // 4) if at is None else at
     settings = figure1.Settings(model, text, length, sentences, at, seed, text_column, workers)
     figure1.run(settings, out=out, command=_command(), console=console)
 
@@ -307,7 +307,8 @@ def lowrank(
 
     _hide_bars()
     length = attentions.usual_length(model) if length is None else length
-    ranks = [length // part for part in (16, 8, 4, 2)] if projected is None else whole_numbers("projected", projected)
+    usual = [max(1, length // part) for part in (16, 8, 4, 2)]
+    ranks = list(dict.fromkeys(usual)) if projected is None else whole_numbers("projected", projected)
     settings = equation6.Settings(model, text, ranks, length, passages, others, steps, seed, text_column)
     equation6.run(settings, out=out, command=_command(), console=console)
 

@@ -19,11 +19,15 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaModel,
+    ModernBertConfig,
+    ModernBertModel,
     MPNetConfig,
     MPNetModel,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
+    T5Config,
+    T5Model,
 )
 
 from linformers import LinformerConfig, LinformerModel
@@ -65,6 +69,10 @@ def encoder(kind):
         "llama": lambda: LlamaModel(LlamaConfig(**config)),
         "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
         "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
+        "modernbert": lambda: ModernBertModel(
+            ModernBertConfig(**config, local_attention=8, pad_token_id=3, bos_token_id=1, eos_token_id=2)
+        ),
+        "t5": lambda: T5Model(T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
         "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),
     }[kind]()
     for parameter in model.parameters():  # far from uniform attention

@@ -129,7 +129,8 @@ def test_passages(text, monkeypatch):
     assert ids.shape == (20, N)
     assert (ids[:, 0] == 1).all()
     assert (ids[:, -1] == 2).all()
-    assert torch.equal(ids, attentions.passages([text], own, N, 20))
+    for texts in ([text], text, Path(text)):  # one needs no list
+        assert torch.equal(ids, attentions.passages(texts, own, N, 20))
     assert not torch.equal(ids, attentions.passages([text], own, N, 20, seed=1))
     for pool in (attentions.POOL, 4 * N):  # all at once, and four at a time
         monkeypatch.setattr(attentions, "POOL", pool)
@@ -214,12 +215,19 @@ def test_ties_share_their_rank():
         ("bert", {"length": 33}, "length=33 is more than the 32 tokens that"),
         ("bert", {"length": 31, "texts": ["short.txt"]}, "length=31 is too long for these texts"),
         ("bert", {"at": 24}, "at=24 must be below length=24"),
-        ("bert", {"texts": ["none.txt"]}, "source 'none.txt' does not exist"),
+        ("bert", {"texts": ["none.txt"]}, "text 'none.txt' does not exist"),
+        ("bert", {"texts": ["empty.txt"]}, "the texts hold no document"),
+        ("bert", {"length": 1, "at": 1}, "length=1 must be at least 2"),
+        ("bert", {"length": 2, "at": 1}, "length=2 has no room for words beside 2 special tokens; take more"),
+        ("bert", {"workers": 0}, "workers=0 must be a positive integer"),
+        ("modernbert", {}, "has layers with a sliding window, whose P is a band; the analysis is of full attention"),
+        ("t5", {}, "is an encoder-decoder; the analysis is of encoders"),
     ],
 )
 def test_one_sentence(kind, options, message, folder, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("w1 w2 w3")
+    (tmp_path / "empty.txt").touch()
     settings = figure1.Settings(**{"model": folder(kind), "texts": [text], "length": N, "at": 8, **options})
     with pytest.raises(ValueError, match=message):
         figure1.run(settings, out=tmp_path / "out", command="", console=Console(quiet=True))
@@ -236,7 +244,7 @@ def test_a_model_without_its_tokenizer(folder, tmp_path):
     own = Path(folder("bert"))
     for path in own.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(ValueError, match="has no tokenizer: save one beside the model$"):
+    with pytest.raises(ValueError, match=r"has no tokenizer: save one beside the model$"):
         attentions.load_config(str(own))
     few = tokenizer(["w1", "w2"])
     few.save_pretrained(own)
@@ -261,3 +269,18 @@ def test_lowrank_of_too_long_passages(folder, text, tmp_path):
     settings = equation6.Settings(folder("bert"), [text], (2,), length=33)
     with pytest.raises(ValueError, match="length=33 is more than the 32 tokens that"):
         equation6.run(settings, out=tmp_path / "out", command="", console=Console(quiet=True))
+
+
+def test_a_window_as_wide_as_the_passage_is_full_attention(folder):
+    """This one reaches four tokens to either side."""
+    model, _ = attentions.load_encoder(folder("modernbert"))
+    assert attentions.check_watchable(model, torch.randint(4, 90, (1, 5)), "own") == (3, 2)
+    with pytest.raises(ValueError, match="model='own' has layers with a sliding window"):
+        attentions.check_watchable(model, torch.randint(4, 90, (1, 6)), "own")
+
+
+@pytest.mark.parametrize("command", ["spectrum", "lowrank"])
+def test_a_short_length_is_what_is_named(command, folder, text, tmp_path):
+    arguments = [command, folder("bert"), "--text", text, "--length", "2", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert "length=2" in str(result.exception)

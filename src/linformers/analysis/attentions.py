@@ -48,7 +48,7 @@ def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel,
 
 
 def load_config(name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """The config of a model whose P can be looked at, and its tokenizer, which knows how many tokens the model takes."""
+    """The config of a model whose P can be looked at, and its tokenizer, which knows how long the input may be."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no hub name either
         raise ValueError(f"model={name!r} is no folder")
     with _told(name):
@@ -107,7 +107,7 @@ def usual_length(name: str) -> int:
 
 
 def passages(
-    texts: Sequence[str | Path],
+    texts: str | Path | Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     count: int,
@@ -131,7 +131,8 @@ def passages(
 
     def cut() -> Iterator[np.ndarray]:
         nonlocal documents, longest_seen
-        for document in (text for path in sources.find_files(texts) for text in sources.documents(path, text_column)):
+        files = sources.find_files(texts, "text")
+        for document in (text for path in files for text in sources.documents(path, text_column)):
             encoded = tokenizer(
                 document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False
             )["input_ids"]
@@ -143,6 +144,8 @@ def passages(
     while len(drawn) < count and (pool := list(islice(found, max(1, POOL // length)))):
         order.shuffle(pool)
         drawn += pool
+    if not documents:
+        raise ValueError("the texts hold no document: the files are empty, or have nothing but blanks")
     if not drawn:
         raise ValueError(
             f"length={length} is too long for these texts: the longest of {documents} documents has {longest_seen} "
@@ -185,6 +188,13 @@ def check_watchable(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[int
         causal = causal or not probs.triu(1).any()
 
     length = ids.shape[1]
+    window = getattr(model.config, "sliding_window", None)
+    kinds = getattr(model.config, "layer_types", None) or ["sliding" if window else "full"]
+    if any("sliding" in kind for kind in kinds) and (window is None or window < length - 1):
+        raise ValueError(
+            f"model={name!r} has layers with a sliding window, whose P is a band; the analysis is of full attention, "
+            "such as RoBERTa's"
+        )
     with torch.no_grad(), watching(look, length):
         model(ids[:1].to(model.device))
     if not shapes:

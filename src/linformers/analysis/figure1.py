@@ -48,6 +48,10 @@ class Settings:
     def check(self) -> None:
         for name in ("length", "sentences", "at"):
             check_size(name, getattr(self, name))
+        if self.workers is not None:
+            check_size("workers", self.workers)
+        if self.length < 2:
+            raise ValueError(f"length={self.length} must be at least 2, for P to have more than one singular value")
         if self.at >= self.length:
             raise ValueError(f"at={self.at} must be below length={self.length}, the number of singular values")
         if not self.texts:

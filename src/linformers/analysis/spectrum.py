@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checks import check_size
 from .attentions import check_watchable, watching
 
 SECONDS_BETWEEN_SAVES = 30
@@ -172,6 +173,8 @@ def measure(
         on_start: called with the passages that are done already, the layers and the heads.
         on_sentence: called after each passage.
     """
+    if workers is not None:
+        check_size("workers", workers)
     layers, heads = check_watchable(model, ids, name)
     state = State(state_file, fingerprint(model), hashes(ids))
     on_start(state.done, layers, heads)
