@@ -61,7 +61,8 @@ class Settings:
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> Spectrum:
     """Measure, and write `spectrum.json`, `spectrum.md` and the figure to `out`."""
     where = {"command": command, "commit": commit(), **environment()}
-    where |= {"model": settings.model, "texts": list(settings.texts), "n": settings.length}
+    texts = [settings.texts] if isinstance(settings.texts, str) else list(settings.texts)
+    where |= {"model": settings.model, "texts": texts, "n": settings.length}
     spectrum = measured(settings, out, console)
     lines = sentences(spectrum, settings.at)
     for line in lines:
