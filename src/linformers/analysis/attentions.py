@@ -35,7 +35,7 @@ TOKENIZER = ("tokenizer*", "vocab*", "merges*", "*.model", "*.bpe*", "special_to
 # A tokenizer of fewer tokens, and of less than a tenth of the model's vocabulary, is not the model's.
 FEW_WORDS = 1000
 # Passages are gathered up to so many tokens and shuffled; only if all of them are drawn, more are gathered.
-POOL = 2**22
+POOL = 2**21
 
 
 def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
