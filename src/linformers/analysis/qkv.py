@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..checks import check_size
 from ..training import sources
-from .attentions import check_watchable, load_encoder, longest, watching
+from .attentions import check_watchable, load_encoder, watching
 
 # What encoders call the maps of queries, keys and values.
 NAMES = (("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
@@ -186,7 +186,7 @@ def read_passages(folder: Path, text: Path, length: int) -> Passages:
             break
     model, tokenizer = load_encoder(str(folder))
     ids = torch.tensor(tokenizer(start[: 100 * length], add_special_tokens=False, verbose=False)["input_ids"])
-    n = min(length, longest(model.config, tokenizer), len(ids) // 2)
+    n = min(length, tokenizer.model_max_length, len(ids) // 2)
     if n < 2:
         raise ValueError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")
     check_watchable(model, ids[None, :n], str(folder))

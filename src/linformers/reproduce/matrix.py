@@ -47,6 +47,15 @@ class Place:
     def store(self) -> Store:
         return Store(self.results / "runs", self.data)
 
+    def record(self, section: str) -> Path:
+        """The json of a section."""
+        return self.results / section / f"{section}.json"
+
+    def read(self, section: str) -> dict[str, Any] | None:
+        """What was written of a section before, if anything."""
+        path = self.record(section)
+        return json.loads(path.read_text()) if path.is_file() else None
+
     def folder(self, *names: str) -> Path:
         return self.data_folder().joinpath(*names)
 

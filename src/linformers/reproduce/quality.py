@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,8 +146,7 @@ def collect(place: Place) -> dict[str, Any]:
 
 def step_seconds(place: Place) -> dict[str, float]:
     """Of a step of those variants that were timed."""
-    path = place.results / "steps" / "steps.json"
-    return json.loads(path.read_text())["seconds"] if path.is_file() else {}
+    return (place.read("steps") or {"seconds": {}})["seconds"]
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -121,7 +121,7 @@ def run(
     if place.small:
         console.print(Markdown(SMALL))
     for name in wanted:
-        if (path := _path(name, place)).is_file():
+        if (path := place.record(name)).is_file():
             console.print(Markdown("\n".join(section_text(name, json.loads(path.read_text())))))
     console.print(f"Written to {place.results} and {page}", markup=False)
     return code
@@ -142,13 +142,9 @@ def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
     return [job for job in every if not only or any(fnmatch.fnmatch(job.name.rpartition("/")[2], p) for p in only)]
 
 
-def _path(name: str, place: Place) -> Path:
-    return place.results / name / f"{name}.json"
-
-
 def _write(name: str, record: dict[str, Any], place: Place) -> None:
     """The section's json, and its figure where it has one."""
-    path = _path(name, place)
+    path = place.record(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     section = SECTIONS[name]
@@ -163,7 +159,7 @@ def page_text(place: Place) -> str:
     """What `docs/results.md` holds, from the json of all sections that there are."""
     lines = [SMALL if place.small else INTRODUCTION]
     for name, title in TITLES.items():
-        path = _path(name, place)
+        path = place.record(name)
         if not path.is_file():
             lines += [f"## {title}", "", f"Missing; `linformers reproduce {name} --data DIR` fills it.", ""]
             continue

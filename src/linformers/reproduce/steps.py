@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +25,15 @@ VOCABULARY = 16384
 def measure(place: Place, console: Console) -> dict[str, Any]:
     """Seconds of a step of every variant that has a shape of its own; where it starts from makes no difference."""
     if (before := collect(place))["runs"]:
-        console.print(f"{_path(place)} is there already; delete it to measure again", highlight=False, markup=False)
+        path = place.record("steps")
+        console.print(f"{path} is there already; delete it to measure again", highlight=False, markup=False)
         return before
     place.check_recipes()
     torch._dynamo.config.recompile_limit = 64  # each variant is a graph of its own
     recipes = {name: variant_recipe(place, name) for name in quality.DRAWN}
     runs: dict[str, Run] = {}
-    for name in first_of_shape(recipes):
+    shapes = first_of_shape(recipes)
+    for name in shapes:
         with console.status(f"compiling {name}"):
             runs[name] = training_step(recipes[name])
             for _ in range(3):
@@ -41,7 +41,7 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
         release()
     with console.status("timing all in turn"):
         seconds = interleaved(runs, min_seconds=1.0, rounds=5)
-    timed = {name: seconds[first] for first, names in first_of_shape(recipes).items() for name in names}
+    timed = {name: seconds[first] for first, names in shapes.items() for name in names}
     where = {"command": "linformers reproduce steps", "commit": commit(), **environment()}
     tokens = recipes[quality.TWIN].batch_size * recipes[quality.TWIN].max_length
     return {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": timed}
@@ -49,11 +49,7 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
 
 def collect(place: Place) -> dict[str, Any]:
     """What was measured before, if anything."""
-    return json.loads(_path(place).read_text()) if _path(place).is_file() else {"runs": {}, "seconds": {}}
-
-
-def _path(place: Place) -> Path:
-    return place.results / "steps" / "steps.json"
+    return place.read("steps") or {"runs": {}, "seconds": {}}
 
 
 def variant_recipe(place: Place, name: str) -> Recipe:

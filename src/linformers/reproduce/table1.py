@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +114,8 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
     """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
     lengths = list(TINY_LENGTHS if place.small else LENGTHS)
     if (before := collect(place)).get("lengths") == lengths:
-        console.print(f"{_path(place)} is there already; delete it to measure again", highlight=False, markup=False)
+        path = place.record("table1")
+        console.print(f"{path} is there already; delete it to measure again", highlight=False, markup=False)
         return before
     device = best_device()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -132,11 +132,7 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
 
 def collect(place: Place) -> dict[str, Any]:
     """What was measured before, if anything."""
-    return json.loads(_path(place).read_text()) if _path(place).is_file() else {"runs": {}}
-
-
-def _path(place: Place) -> Path:
-    return place.results / "table1" / "table1.json"
+    return place.read("table1") or {"runs": {}}
 
 
 def _seconds(n: int, device: str, dtype: torch.dtype) -> dict[str, float]:
