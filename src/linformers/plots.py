@@ -36,6 +36,8 @@ TRANSFORMERS = {
     "exact": "#333333",
     "uniform average": "#aaaaaa",
 }
+# The lines and shades of what is only there to be beaten, by how its name begins.
+GREYS = {"zeros": (":", "#999999"), "mean of": ("s-.", "#555555"), "ε": ("--", "#999999")}
 # What is added to the name of a model whose line is dashed, in the colour of the model.
 DASHED = (", compiled", ", plain start")
 LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057", "#8f5ea2", "#5aa9e6", "#b5651d", "#9bc53d")
@@ -198,14 +200,19 @@ def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
     _draw(axes, curves, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.xaxis.set_minor_locator(NullLocator())
+    _label_points(axes, curves)
     values = [y for points in curves.values() for _, y in points]
     if values and max(values) < 4 * min(values):  # small differences should look small
         axes.set_ylim(min(values) / 2, max(values) * 2)
     _label_decades(axes.yaxis, values)
     axes.set(**labels)
+
+
+def _label_points(axes: Any, curves: Curves) -> None:
+    """Numbers on the axis of x where the points are, and nowhere else."""
+    axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
+    axes.xaxis.set_major_formatter("{x:.9g}")
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _label_decades(axis: Any, values: Sequence[float]) -> None:
@@ -253,17 +260,22 @@ def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> 
         for axes, (curves, labels) in zip(places.flat, panels, strict=True):
             own = iter(colours * len(curves))
             for name, points in curves.items():
-                grey = name.startswith(("zeros", "mean of", "ε"))
-                line = "--" if name.startswith("ε") else ":" if grey else "o-"
-                colour = "#999999" if grey else next(own)
-                axes.plot(*zip(*points, strict=True), line, color=colour, label=name, lw=1.5, markersize=3)
+                if points:
+                    line, colour = _grey(name) or ("o-", next(own))
+                    axes.plot(*zip(*points, strict=True), line, color=colour, label=name, lw=1.5, markersize=3)
             axes.set(xscale="log", yscale="log", **labels)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter("")
+            _label_points(axes, curves)
+            axes.tick_params(axis="x", labelsize=7)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
             low, high = axes.get_ylim()
             if high < 100 * low:  # a single power of ten says little
-                axes.set_yticks([size * 10.0**power for power in range(-3, 3) for size in (1, 2, 5)])
+                axes.set_yticks([size * 10.0**power for power in range(-3, 3) for size in (1, 1.5, 2, 3, 5, 7)])
                 axes.set_ylim(low, high)
             axes.legend(fontsize=6)
         _save(figure, path)
+
+
+def _grey(name: str) -> tuple[str, str] | None:
+    """The line and the shade of what a curve must beat, none of them like another."""
+    return next((style for start, style in GREYS.items() if name.startswith(start)), None)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from linformers import plots
 from linformers.analysis import existence, linear_attention, qkv, theorem_page, theorem_report, theorems
 from linformers.analysis.linear_attention import Construction, proved_k, stated_k, theorem_2
 from linformers.analysis.qkv import Head, generator, random_head
@@ -362,6 +364,19 @@ def test_command(folder, text, tmp_path):
     assert "## What was found\n\nNeither construction " in page
     for part in ("## Where the proofs break", "## What holds", "### The lemma", "(median)"):
         assert part in page
+
+
+def test_the_figure_tells_what_is_to_be_beaten_apart_and_shows_its_lengths(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    curves = {name: [(128, 1), (256, 2)] for name in ("random", "zeros", "mean of the values", "ε = 0.5")}
+    plots.theorems([({**curves, "none at these n": []}, {"xlabel": "n"})] * 4, Path())
+    axes = figures[0].axes[0]
+    drawn = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}
+    assert drawn.keys() == curves.keys()
+    assert len(set(drawn.values())) == 4
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "256"]
+    plots.plt.close(figures[0])
 
 
 def test_one_seed_one_result():
