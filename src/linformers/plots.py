@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,27 +75,28 @@ def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Non
         _save(figure, path)
 
 
-def spectrum(cumulative: Any, std: Any, at: int, path: Path) -> None:
+def spectrum(by_layer: Any, spread: Any, shares: Any, at: int, title: str, path: Path) -> None:
     """Figure 1: the cumulative singular values of each layer (mean over heads), and their share at `at` by head.
 
-    Both arrays are (layers, heads, n).
+    The curves and their spread are (layers, n), the shares (layers, heads).
     """
-    layers, heads, n = cumulative.shape
+    layers, n = by_layer.shape
+    heads = shares.shape[1]
     with plt.rc_context(LOOK):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.7), layout="constrained")
+        figure.suptitle(textwrap.fill(title, 110), fontsize=8)
         colours = plt.get_cmap("viridis")
         places = range(1, n + 1)
-        for layer in range(layers):
+        for layer, (mean, std) in enumerate(zip(by_layer, spread, strict=True)):
             colour = colours(layer / max(1, layers - 1))
-            mean, spread = cumulative[layer].mean(0), std[layer].mean(0)
             left.plot(places, mean, color=colour, lw=1.2, label=f"layer {layer + 1}")
-            left.fill_between(places, mean - spread, mean + spread, color=colour, alpha=0.12, lw=0)
+            left.fill_between(places, mean - std, mean + std, color=colour, alpha=0.12, lw=0)
         left.plot([1, n], [1 / n, 1], ":", color="#999999", label="flat")
         left.axvline(at, color="#999999", lw=0.8)
         left.set(title="Singular values of P", xlabel="number of singular values", ylabel="share of their sum")
         left.legend(fontsize=6, ncols=2)
         right.grid(visible=False)
-        image = right.imshow(cumulative[:, :, at - 1], aspect="auto", origin="lower", cmap="viridis")
+        image = right.imshow(shares, aspect="auto", origin="lower", cmap="viridis")
         right.set(title=f"Share of the first {at}", xlabel="head", ylabel="layer")
         right.set_xticks(range(heads), range(1, heads + 1))
         right.set_yticks(range(layers), range(1, layers + 1))

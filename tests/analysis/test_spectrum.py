@@ -192,6 +192,14 @@ def test_what_is_kept_is_small_and_gives_the_page(path):
     )
 
 
+def test_the_figure_says_what_it_is_of():
+    record = {"model": "sentence-transformers/small", "texts": ["/data/imdb/test.parquet", "wiki.txt"]}
+    record |= {"n": 512, "sentences": 1000}
+    assert figure1.title(record) == (
+        "sentence-transformers/small on imdb/test.parquet, wiki.txt: n = 512, 1,000 passages"
+    )
+
+
 def test_claims_are_put_into_words():
     """A spectrum that falls faster with each layer, and one that does the opposite."""
     rates = np.array([[1, 2], [3, 4], [5, 6], [7, 8.0]])  # of layers and heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,24 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Spe
     record = {**where, **as_record(spectrum, settings.at)}
     (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     (out / "spectrum.md").write_text(page(spectrum, settings.at, where, lines), encoding="utf-8")
-    for suffix in ("png", "svg"):
-        plots.spectrum(spectrum.cumulative, spectrum.cumulative_std, settings.at, out / f"spectrum.{suffix}")
+    draw(out)
     console.print(f"Written to {out}", markup=False)
     return spectrum
+
+
+def draw(folder: Path) -> None:
+    """The figure, from the `spectrum.json` that is there."""
+    record = json.loads((folder / "spectrum.json").read_text())
+    names = ("cumulative_by_layer", "cumulative_std_by_layer", "cumulative_at")
+    by_layer, spread, shares = (np.array(record[name]) for name in names)
+    for suffix in ("png", "svg"):
+        plots.spectrum(by_layer, spread, shares, record["at"], title(record), folder / f"spectrum.{suffix}")
+
+
+def title(record: Mapping[str, Any]) -> str:
+    """What was measured, with the last two parts of each path, which are enough to know it by."""
+    model, *texts = (str(Path(*Path(name).parts[-2:])) for name in (record["model"], *record["texts"]))
+    return f"{model} on {', '.join(texts)}: n = {record['n']:,}, {record['sentences']:,} passages"
 
 
 def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
