@@ -107,6 +107,27 @@ def test_command(options, folder, text, tmp_path):
             assert getattr(trained, field) == getattr(config, field)
 
 
+def test_a_config_is_not_replaced_by_another(folder, text, tmp_path):
+    """The same choice is written again, whatever the version of transformers; another one is refused."""
+    path = tmp_path / "out" / "config.json"
+
+    def choose_again(budget):
+        arguments = ["choose-k", folder("bert"), "--text", text, "--sentences", "2", "--budget", budget]
+        return CliRunner().invoke(app, [*arguments, "--out", str(path.parent)])
+
+    assert choose_again("16").exit_code == 0
+    kept = path.read_text()
+    path.write_text(re.sub(r'"transformers_version": ".*"', '"transformers_version": "1.0"', kept))
+    assert choose_again("16").exit_code == 0
+    assert path.read_text() == kept
+    refused = choose_again("8").exception
+    assert str(refused) == f"{path} is of another choice, or of a model; give another --out, or remove it"
+    assert path.read_text() == kept
+    path.unlink()
+    assert choose_again("8").exit_code == 0
+    assert path.read_text() != kept
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -141,6 +141,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
         chosen, share = within_budget(spectrum.energy, settings.budget, **how)
     found = variants(chosen)
     fields = model_fields(settings)
+    chosen_config = config(fields, chosen, settings)
+    refuse_other(out / "config.json", chosen_config)
     with console.status("measuring time and memory"):
         cells = costs(found, {**fields, "sharing": settings.sharing}, settings.spectrum.length)
 
@@ -170,7 +172,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
     console.print(table)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("linformers "))
-    config(fields, chosen, settings).save_pretrained(out)
+    chosen_config.save_pretrained(out)
     record = {**where, "share": share, **how, "choices": found, "costs": [asdict(cell) for cell in cells]}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
     (out / "choose-k.md").write_text(markdown([table], lines, where, "Which k"), encoding="utf-8")
@@ -199,6 +201,17 @@ def config(fields: dict[str, Any], lengths: Lengths, settings: Settings) -> Linf
         projected_length=lengths,
         sharing=settings.sharing,
     )
+
+
+def refuse_other(path: Path, chosen: LinformerConfig) -> None:
+    """Refuse to replace a config by one that says something else."""
+    if path.exists() and _lines(path.read_text(encoding="utf-8")) != _lines(chosen.to_json_string()):
+        raise ValueError(f"{path} is of another choice, or of a model; give another --out, or remove it")
+
+
+def _lines(text: str) -> list[str]:
+    """All that a config says, but for the version of transformers that wrote it."""
+    return [line for line in text.splitlines() if "transformers_version" not in line]
 
 
 def costs(found: dict[str, Lengths], fields: dict[str, Any], n: int) -> list[Cell]:
