@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from linformers import cli, demo
+from linformers.__main__ import main
 from linformers.cli import app
 
 
@@ -117,6 +119,43 @@ def test_a_process_of_torchrun_leaves_the_interpreter_alone(arguments, code, by_
     assert result.returncode == code
     assert "linformers" in result.stdout if code == 0 else "no.yaml" in result.stderr
     assert ("taken down" in result.stdout) != by_torchrun
+
+
+INTERRUPTED = "import signal; signal.raise_signal(signal.SIGINT)"
+
+
+@pytest.mark.parametrize("command", [["-m", "linformers"], ["linformers"]], ids=" ".join)
+def test_an_interrupt_while_the_package_is_imported_needs_no_traceback(command, tmp_path):
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    (tmp_path / "linformers").write_text("from linformers.__main__ import main; main()")  # as pip writes it
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_an_interrupt_while_the_command_line_is_imported_needs_no_traceback(monkeypatch):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "linformers.cli", Interrupted("linformers.cli"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
+def test_an_interrupt_of_another_program_is_its_own(tmp_path):
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    program = "try:\n    import linformers\nexcept KeyboardInterrupt:\n    print('caught')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+    assert result.stdout == b"caught\n"
 
 
 def test_text_to_predictions(tmp_path, monkeypatch, capsys):

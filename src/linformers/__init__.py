@@ -3,16 +3,25 @@
 Importing the package registers its models with transformers' Auto classes.
 """
 
-from .config import LinformerConfig
-from .encoder import LinformerModel, LinformerPreTrainedModel
-from .heads import (
-    LinformerForMaskedLM,
-    LinformerForQuestionAnswering,
-    LinformerForSequenceClassification,
-    LinformerForTokenClassification,
-    register,
-)
-from .layer import LinformerAttention
+import sys
+from pathlib import Path
+
+try:
+    from .config import LinformerConfig
+    from .encoder import LinformerModel, LinformerPreTrainedModel
+    from .heads import (
+        LinformerForMaskedLM,
+        LinformerForQuestionAnswering,
+        LinformerForSequenceClassification,
+        LinformerForTokenClassification,
+        register,
+    )
+    from .layer import LinformerAttention
+except KeyboardInterrupt:
+    # Torch and transformers take seconds: a command ends there without a traceback. Under -m that is its name as yet.
+    if Path(sys.argv[0]).stem in ("linformers", "-m"):
+        sys.exit(130)
+    raise
 
 register()
 
