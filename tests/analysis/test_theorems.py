@@ -25,9 +25,11 @@ from linformers import plots
 from linformers.analysis import existence, linear_attention, qkv, theorem_page, theorem_report, theorems
 from linformers.analysis.linear_attention import Construction, proved_k, stated_k, theorem_2
 from linformers.analysis.qkv import Head, generator, random_head
-from linformers.analysis.theorem_tables import SOFTMAX, pick
+from linformers.analysis.theorem_tables import SOFTMAX, pick, rate
 from linformers.analysis.theorems import RandomLowRank, theorem_1, theorem_1_k, wilson
 from linformers.cli import app
+
+KEPT = Path(__file__).parents[2] / "results" / "theorems"
 
 
 def head(n=96, d=8, seed=0, mean=0.0):
@@ -400,6 +402,29 @@ def test_mistakes_end_in_a_sentence(arguments, message, tmp_path):
     result = CliRunner().invoke(app, [*ARGUMENTS, *arguments, "--out", str(tmp_path)])
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("failures", "draws", "expected"),
+    [
+        (0, 200, "0 of 200 (at most 1.9%)"),
+        (200, 200, "200 of 200 (at least 98.1%)"),
+        (135, 200, "67.5% (60.7% to 73.6%)"),
+        (1, 20_000, "0.005% (0.0009% to 0.03%)"),
+        (0, 20_000, "0 of 20,000 (at most 0.02%)"),
+        (19_999, 20_000, ">99.9% (>99.9% to >99.9%)"),
+    ],
+)
+def test_a_rate_claims_no_more_than_was_drawn(failures, draws, expected):
+    record = theorem_1(head(32, 4), [0.5], 2, generator(12))[0]
+    assert rate(replace(record, failures=failures, draws=draws)) == expected
+
+
+def test_what_is_kept_gives_the_page(tmp_path):
+    (tmp_path / "theorems.json").write_bytes((KEPT / "theorems.json").read_bytes())
+    theorem_report.write_page(tmp_path)
+    assert (tmp_path / "theorems.md").read_text() == (KEPT / "theorems.md").read_text()
+    assert (tmp_path / "theorems.png").stat().st_size > 10_000
 
 
 def test_a_verdict_can_go_either_way():

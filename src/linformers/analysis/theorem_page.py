@@ -9,7 +9,7 @@ from typing import Any
 from ..markdown import shown_table
 from .existence import Fit
 from .proof_notes import GAPS, HOLDS
-from .theorem_tables import EXP, KEPT, SOFTMAX, is_real, number, percent, pick, rate, span, tables
+from .theorem_tables import EXP, KEPT, SOFTMAX, counted, is_real, number, percent, pick, tables, within
 from .theorems import Record, theorem_1_k
 
 
@@ -34,7 +34,7 @@ def conclusion(records: Sequence[Record], fits: Sequence[Fit]) -> str:
         f"{lead}: where the bound on the rate of failure is below 100%, the rate is above it in {first[0]} of "
         f"{first[1]} settings of Theorem 1 (P RᵀR, relative to |Pw|) and in {second[0]} of {second[1]} of Theorem 2 "
         f"(E and F of its proof, relative to |s||V|). E and F that are fitted to one input have an error of {own} |PV| "
-        f"at k = {k}, and of {elsewhere} on another."
+        f"at k = {k:,}, and of {elsewhere} on another."
     )
 
 
@@ -46,9 +46,9 @@ def verdict(records: Sequence[Record]) -> str:
     """In how many settings the rate of failure is above the bound."""
     broken, telling = _broken(records)
     if not telling:
-        return f"cannot be judged: in all {len(records)} settings the bound on the rate of failure is 100%"
+        return f"cannot be judged: in all {len(records):,} settings the bound on the rate of failure is 100%"
     word = "fails" if broken else "holds"
-    above = f"the rate of failure is above the bound in {broken} of the {telling} settings"
+    above = f"the rate of failure is above the bound in {broken:,} of the {telling:,} settings"
     return f"{word}: {above} with a bound below 100%"
 
 
@@ -63,6 +63,15 @@ def _at_limit(records: Sequence[Record], form: str) -> list[Record]:
     return [each for each in pick(records, form, "|s||V|") if each.delta == 1 / each.n]
 
 
+def _draws(records: Sequence[Record]) -> str:
+    """In how many draws an inequality fails, from the least setting to the most."""
+    if not records:
+        return "no draws, for want of settings"
+    failures = sorted(each.failures for each in records)
+    counts = dict.fromkeys(f"{count:,}" for count in (failures[0], failures[-1]))
+    return f"{' to '.join(counts)} of the {records[0].draws:,} draws of a setting"
+
+
 def _lemma(records: Sequence[Record]) -> list[str]:
     first, squared = pick(records, "JL 1", "|x|"), pick(records, "JL 1", "|x|, squared")
     product, same, inner = (pick(records, "JL 2", norm) for norm in ("|x||y|", "|x||y|, y = x", "|xy|"))
@@ -70,8 +79,7 @@ def _lemma(records: Sequence[Record]) -> list[str]:
         f"JL 1, ‖Rx‖ ≤ (1+ε)‖x‖, {verdict(first)}. It is one-sided, so zeros meet it. With squares on both sides, "
         f"which is more, it {verdict(squared)}.",
         f"JL 2 in terms of |x||y| {verdict([*product, *same])}; y = x, the hardest pair, is among them.",
-        f"JL 2 in terms of |xy|, as the proof of Theorem 1 uses it, {verdict(inner)}; it fails in "
-        f"{span(each.rate for each in inner)} of draws.",
+        f"JL 2 in terms of |xy|, as the proof of Theorem 1 uses it, {verdict(inner)}; it fails in {_draws(inner)}.",
     ]
 
 
@@ -83,7 +91,7 @@ def _theorem_1(records: Sequence[Record]) -> list[str]:
         f"Theorem 1 demands a k beyond n in {len(stated) - len(fits)} of {len(stated)} settings (n up to "
         f"{max(beyond, default=0):,}); its smallest, at ε = 2/3, is {theorem_1_k(128, 2 / 3)} at n = 128.",
         f"Theorem 1 relative to |Pw| {verdict(stated)}. Where its k fits below n it fails in "
-        f"{span(each.rate for each in fits)} of draws, and zeros, whose error is 1, are nearer than P RᵀR in the "
+        f"{_draws(fits)}, and zeros, whose error is 1, are nearer than P RᵀR in the "
         f"median in {sum(each.error > 1 for each in fits)} of {len(fits)} settings.",
         f"Row by row relative to |uw|, which is what step (a) of its proof adds up, it {verdict(rows)}.",
         f"Theorem 1 relative to |u||w| for all rows at once {verdict(product)}. But zeros meet it, too, in every draw "
@@ -96,9 +104,9 @@ def _theorem_1(records: Sequence[Record]) -> list[str]:
         (other,) = pick(product, "", n=at.n, d=at.d, epsilon=at.epsilon, inputs=inputs)
         lines.append(
             f"{inputs}, n = {at.n:,}, d = {at.d}, ε = {at.epsilon:g}: at the demanded k = {at.demanded:,} Theorem 1 "
-            f"fails in {rate(at)} of draws against a bound of {percent(at.bound)}, with a median error of "
-            f"{number(at.error)} |Pw| (mean of the values: {number(at.uniform)}); ε would take k = {_k(at.smallest)}. "
-            f"Relative to |u||w| it takes k = {_k(other.smallest)}."
+            f"fails in {counted(at)} draws ({within(at)}) against a bound of {percent(at.bound)}, with a median error "
+            f"of {number(at.error)} |Pw| (mean of the values: {number(at.uniform)}); ε would take k = "
+            f"{_k(at.smallest)}. Relative to |u||w| it takes k = {_k(other.smallest)}."
         )
     return lines
 
@@ -133,7 +141,7 @@ def _theorem_2(records: Sequence[Record]) -> list[str]:
     if hard := [each for each in limit if each.zero_rate > 0.5]:
         lines.append(
             f"In the {len(hard)} settings of both forms in which zeros miss ε|s||V| in most draws and the bound is "
-            f"below 100%, Theorem 2's E and F miss it in {span(each.rate for each in hard)} of draws."
+            f"below 100%, Theorem 2's E and F miss it in {_draws(hard)}."
         )
     broken = [each for each in pick(limit, SOFTMAX) if each.contradicted and each.zero_rate == 0]
     if broken:
@@ -141,8 +149,8 @@ def _theorem_2(records: Sequence[Record]) -> list[str]:
         lines.append(
             f"Where zeros never miss ε|s||V|, the softmax form misses it from n = {min(each.n for each in broken):,} "
             "on: its noise is |V|/k, the bound is ε|s||V|, and |s| shrinks as 1/√n. At "
-            f"n = {at.n:,}, ε = {at.epsilon:g}, k = {at.k:,} it fails in {rate(at)} of draws, with a median error of "
-            f"{number(at.error)}, where zeros have {number(at.zero)}."
+            f"n = {at.n:,}, ε = {at.epsilon:g}, k = {at.k:,} it fails in {counted(at)} draws ({within(at)}), with a "
+            f"median error of {number(at.error)}, where zeros have {number(at.zero)}."
         )
     searched = _at_limit(records, f"{EXP}, proof")
     single, never = (sum(each.smallest == k for each in searched) for k in (1, None))
@@ -153,7 +161,7 @@ def _theorem_2(records: Sequence[Record]) -> list[str]:
     kept = pick(records, KEPT, "|s||V|")
     lines.append(
         f"Attention to k tokens kept at random, for which the bound 32μ²/(kε²) is proved here, {verdict(kept)}; it "
-        f"misses ε|s||V| in at most {percent(max(each.rate for each in kept))} of draws."
+        f"misses ε|s||V| in {_draws(kept)}."
     )
     real = [each for each in pick(records, KEPT, "|sV|") if is_real(each) and each.k < each.n]
     if real:
@@ -190,11 +198,11 @@ def _existence(fits: Sequence[Fit]) -> list[str]:
         half = next((fit for fit in own if fit.fitted <= 0.5), None)
         tenth = next((fit for fit in own if fit.fitted <= 0.1), None)
         last = own[-1]
-        reach = [f"{size:g} |PV| at k = {fit.k}" for size, fit in ((0.5, half), (0.1, tenth)) if fit]
+        reach = [f"{size:g} |PV| at k = {fit.k:,}" for size, fit in ((0.5, half), (0.1, tenth)) if fit]
         lines.append(
-            f"Existence, {inputs}, n = {last.n}: fitted E and F come within {' and '.join(reach) or 'no 0.5 |PV|'}; "
-            f"at k = {last.k} the error is {number(last.fitted)}, on another input {number(last.fitted_elsewhere)}, of "
-            f"Theorem 2's E and F {number(min(last.constructed, last.constructed_best))}, of mean pooling "
+            f"Existence, {inputs}, n = {last.n:,}: fitted E and F come within {' and '.join(reach) or 'no 0.5 |PV|'}; "
+            f"at k = {last.k:,} the error is {number(last.fitted)}, on another input {number(last.fitted_elsewhere)}, "
+            f"of Theorem 2's E and F {number(min(last.constructed, last.constructed_best))}, of mean pooling "
             f"{number(last.windows)}, of the best rank k {number(last.best_rank)}."
         )
     return lines
@@ -218,11 +226,11 @@ def page(
         "## Tables",
         "",
         "Errors are medians over draws of ‖approximation − exact‖ over the norm that is named; s is a row softmax(w) "
-        "of P, u any row of P, w a column of V, |V| the Frobenius norm. Rates are shares of draws that miss ε, with "
-        "Wilson's 95% interval. Where the k demanded is beyond n (> n), n was used. The smallest k is the first at "
-        "which at most 5% of draws miss ε; for Theorem 2 it is looked for up to n and 2,048, with δ = 1/n. The k of "
-        "kept tokens is the proof's. Real inputs: heads of a pretrained layer on running text. All records, with every "
-        "d and k, are in `theorems.json`.",
+        "of P, u any row of P, w a column of V, |V| the Frobenius norm. Rates are shares of draws that miss ε (counts, "
+        "where none or all of them do), with Wilson's 95% interval. Where the k demanded is beyond n (> n), n was "
+        "used. The smallest k is the first at which at most 5% of draws miss ε; for Theorem 2 it is looked for up to n "
+        "and 2,048, with δ = 1/n. The k of kept tokens is the proof's. Real inputs: heads of a pretrained layer on "
+        "running text. All records, with every d and k, are in `theorems.json`.",
         "",
     ]
     for shown in tables(records, fits, proof):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,19 +113,10 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Fin
         def on_work(done: float, total: float, what: str) -> None:
             bars.update(task, completed=done, total=total, description=what)
 
-        findings = explore(settings, on_work)
+        found = explore(settings, on_work)
     where = {"command": command, "commit": commit(), **environment(), "seed": settings.seed, "draws": settings.draws}
-    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    whole = {**where, "settings": chosen, **findings.as_dict()}
-    # δ stays exact: the page is made by comparing it with 1/n.
-    records = [{**{key: _short(own) for key, own in each.items()}, "delta": each["delta"]} for each in whole["records"]]
-    whole |= {"columns": list(records[0]), "records": []}
-    # A line for each record: thousands of lines of one number each help nobody.
-    lines = ",\n".join("  " + json.dumps(list(each.values()), ensure_ascii=False) for each in records)
-    text = json.dumps(whole, indent=1, ensure_ascii=False).replace('"records": []', f'"records": [\n{lines}\n ]')
-    (out / "theorems.json").write_text(text + "\n", encoding="utf-8")
-    for suffix in ("png", "svg"):
-        plots.theorems(theorem_tables.panels(findings.records, findings.fits), out / f"theorems.{suffix}")
+    (out / "theorems.json").write_text(as_json(found, settings, where), encoding="utf-8")
+    findings = write_page(out)
     tables = theorem_tables.tables(findings.records, findings.fits, findings.proof)
     unbounded = console.options.update(width=1000)
     if (wanted := max(console.measure(table, options=unbounded).maximum for table in tables)) <= console.width:
@@ -136,10 +127,41 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Fin
     console.print(theorem_page.conclusion(findings.records, findings.fits), highlight=False, markup=False)
     for line in theorem_page.sentences(findings.records, findings.fits, findings.proof) + findings.limits:
         console.print(f"- {line}", highlight=False, markup=False)
-    page = theorem_page.page(findings.records, findings.fits, findings.proof, findings.limits, where)
-    (out / "theorems.md").write_text(page, encoding="utf-8")
     console.print(f"Written to {out}", markup=False)
     return findings
+
+
+def as_json(found: Findings, settings: Settings, where: Mapping[str, Any]) -> str:
+    """All of it, with a line for each record: thousands of lines of one number each help nobody."""
+    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    whole = {**where, "settings": chosen, **found.as_dict()}
+    # δ stays exact: the page is made by comparing it with 1/n.
+    records = [{**{key: _short(own) for key, own in each.items()}, "delta": each["delta"]} for each in whole["records"]]
+    whole |= {"columns": list(records[0]), "records": []}
+    lines = ",\n".join("  " + json.dumps(list(each.values()), ensure_ascii=False) for each in records)
+    text = json.dumps(whole, indent=1, ensure_ascii=False).replace('"records": []', f'"records": [\n{lines}\n ]')
+    return text + "\n"
+
+
+def write_page(folder: Path) -> Findings:
+    """Write page and figure from the `theorems.json` that is there, so that they say no more than it holds."""
+    whole = json.loads((folder / "theorems.json").read_text(encoding="utf-8"))
+    columns, _ = whole.pop("columns"), whole.pop("settings")
+    findings = Findings(
+        records=[_record(dict(zip(columns, row, strict=True))) for row in whole.pop("records")],
+        fits=[Fit(**fit) for fit in whole.pop("fits")],
+        proof=whole.pop("proof"),
+        limits=whole.pop("limits"),
+    )
+    for suffix in ("png", "svg"):
+        plots.theorems(theorem_tables.panels(findings.records, findings.fits), folder / f"theorems.{suffix}")
+    page = theorem_page.page(findings.records, findings.fits, findings.proof, findings.limits, where=whole)
+    (folder / "theorems.md").write_text(page, encoding="utf-8")
+    return findings
+
+
+def _record(row: Mapping[str, Any]) -> Record:
+    return Record(**{own.name: row[own.name] for own in fields(Record)})
 
 
 def _short(value: Any) -> Any:
@@ -157,7 +179,7 @@ def explore(settings: Settings, on_work: Callable[[float, float, str], None] = l
         passages = read_passages(settings.model, settings.text, max(settings.lengths))
         if passages.longest < max(settings.lengths):
             found.limits.append(
-                f"{passages.name} on this text allows n = {passages.longest}: real inputs go no further, and no text "
+                f"{passages.name} on this text allows n = {passages.longest:,}: real inputs go no further, and no text "
                 "is repeated to make them longer."
             )
     jobs = list(_jobs(settings, passages, found))

@@ -39,12 +39,30 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float) -> str:
+    """A share; what is above 0 or below 1 does not look like it."""
+    if 0 < value < 0.0005:
+        return f"{100 * value:.1g}%"
+    if 0.9995 <= value < 1:
+        return ">99.9%"
     return f"{100 * value:.{0 if value in (0, 1) else 1}f}%"
 
 
+def counted(record: Record) -> str:
+    """How many draws miss ε."""
+    return f"{record.failures:,} of {record.draws:,}"
+
+
+def within(record: Record) -> str:
+    """What the true rate may be: none of a few draws is not 0%, nor all of them 100%."""
+    low, high = map(percent, record.interval)
+    if record.failures == 0:
+        return f"at most {high}"
+    return f"at least {low}" if record.failures == record.draws else f"{low} to {high}"
+
+
 def rate(record: Record) -> str:
-    low, high = record.interval
-    return f"{percent(record.rate)} ({percent(low)} to {percent(high)})"
+    some = 0 < record.failures < record.draws
+    return f"{percent(record.rate) if some else counted(record)} ({within(record)})"
 
 
 def demanded(record: Record) -> str:
@@ -111,16 +129,13 @@ def _lemma(records: Sequence[Record]) -> Table:
         worst = max(own, key=lambda each: each.rate)
         spans = (span(getattr(each, name) for each in own) for name in ("zero_rate", "uniform_rate"))
         on = f"{worst.inputs}, n={worst.n:,}"
-        table.add_row(statement, norm, f"{epsilon:g}", str(k), percent(worst.bound), rate(worst), on, *spans)
+        table.add_row(statement, norm, f"{epsilon:g}", f"{k:,}", percent(worst.bound), rate(worst), on, *spans)
     return table
 
 
 def span(values: Iterable[float]) -> str:
-    found = sorted(values)
-    if not found:
-        return "–"
-    low, high = found[0], found[-1]
-    return percent(low) if low == high else f"{percent(low)} to {percent(high)}"
+    found = [percent(value) for value in sorted(values)]
+    return " to ".join(dict.fromkeys((found[0], found[-1])))
 
 
 def _theorem_1(records: Sequence[Record], epsilon: float) -> Table:
@@ -213,8 +228,8 @@ FIT_NAMES = {
 
 
 def _fits(fits: Sequence[Fit]) -> Table:
-    title = f"Error against k, relative to |PV|: {fits[0].inputs}, n = {fits[0].n}, d = {fits[0].d}"
-    table = Table("output", *(f"k={fit.k}" for fit in fits), title=title)
+    title = f"Error against k, relative to |PV|: {fits[0].inputs}, n = {fits[0].n:,}, d = {fits[0].d}"
+    table = Table("output", *(f"k={fit.k:,}" for fit in fits), title=title)
     for name, label in FIT_NAMES.items():
         table.add_row(label, *(number(getattr(fit, name)) for fit in fits))
     return table
@@ -238,7 +253,7 @@ def _proof(proof: Sequence[Mapping[str, Any]]) -> Table:
         gammas = each["gamma"] or {}
         values = [each["needed"], each["written"], *(gammas.get(str(delta)) for delta in (1 / each["n"], 1.0))]
         cells = (number(value) for value in (*values, each["condition"], each["flatness"]))
-        table.add_row(each["inputs"], f"{each['n']:,}", str(each["d"]), str(each["k"]), *cells)
+        table.add_row(each["inputs"], f"{each['n']:,}", str(each["d"]), f"{each['k']:,}", *cells)
     return table
 
 
@@ -267,7 +282,7 @@ def panels(records: Sequence[Record], fits: Sequence[Fit]) -> list[tuple[Curves,
     third: Curves = {}
     for each in _swept(widest, epsilon):
         if each.delta and (each.inputs == RANDOM or is_real(each)):
-            third.setdefault(f"{each.inputs}, n={each.n}", []).append((each.delta, each.error))
+            third.setdefault(f"{each.inputs}, n={each.n:,}", []).append((each.delta, each.error))
     third["zeros"] = [(delta, 1.0) for delta in sorted({d for points in third.values() for d, _ in points})]
     median = next((fit.inputs for fit in fits if "median" in fit.inputs), fits[0].inputs)
     names = [name for name in FIT_NAMES if name not in ("constructed", "kept")]
