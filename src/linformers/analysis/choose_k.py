@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..benchmark.efficiency import Cell, Contender, make_run, mebibytes, milliseconds
 from ..benchmark.measure import best_device, interleaved, peak_memory
 from ..benchmark.report import markdown
-from ..checks import check_choice, check_size
+from ..checks import check_choice, check_size, make_folder
 from ..config import SHARINGS, LinformerConfig
 from ..provenance import commit, environment
 from . import figure1
-from .attentions import load_config
+from .attentions import load_encoder
 
 # What a k is rounded up to where it is free: a tile of a matrix product.
 STEP = 8
@@ -131,8 +132,10 @@ def kept(lengths: Lengths, energy: np.ndarray) -> np.ndarray:
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> Lengths:
     """Choose, measure what it costs, and write `choose-k.json`, `choose-k.md` and `config.json` to `out`."""
     settings.check()
+    make_folder("out", out)
     where = {"command": command, "commit": commit(), **environment(), "model": settings.spectrum.model}
-    spectrum = figure1.measured(settings.spectrum, out, console)
+    model, tokenizer = load_encoder(settings.spectrum.model)
+    spectrum = figure1.measured(settings.spectrum, model, tokenizer, out, console)
     how: dict[str, Any] = {"per": settings.per, "sharing": settings.sharing}
     if settings.energy is not None:
         chosen, share = choose(spectrum.energy, settings.energy, **how), settings.energy
@@ -140,7 +143,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
         assert settings.budget is not None
         chosen, share = within_budget(spectrum.energy, settings.budget, **how)
     found = variants(chosen)
-    fields = model_fields(settings)
+    fields = model_fields(model.config, tokenizer)
     chosen_config = config(fields, chosen, settings)
     refuse_other(out / "config.json", chosen_config)
     with console.status("measuring time and memory"):
@@ -180,9 +183,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
     return chosen
 
 
-def model_fields(settings: Settings) -> dict[str, Any]:
+def model_fields(theirs: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The sizes of the model that was looked at, for one that is to be trained; its special tokens."""
-    theirs, tokenizer = load_config(settings.spectrum.model)
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     fields = {name: getattr(theirs, name, None) for name in (*sizes, "hidden_act", "layer_norm_eps")}
     fields["pad_token_id"] = tokenizer.pad_token_id

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import TextColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import plots
 from ..checks import check_size, make_folder
@@ -60,10 +61,12 @@ class Settings:
 
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> Spectrum:
     """Measure, and write `spectrum.json`, `spectrum.md` and the figure to `out`."""
+    settings.check()
+    make_folder("out", out)
     where = {"command": command, "commit": commit(), **environment()}
     texts = [settings.texts] if isinstance(settings.texts, str) else list(settings.texts)
     where |= {"model": settings.model, "texts": texts, "n": settings.length}
-    spectrum = measured(settings, out, console)
+    spectrum = measured(settings, *attentions.load_encoder(settings.model), out, console)
     lines = sentences(spectrum, settings.at)
     for line in lines:
         console.print(line, highlight=False)
@@ -90,11 +93,10 @@ def title(record: Mapping[str, Any]) -> str:
     return f"{model} on {', '.join(texts)}: n = {record['n']:,}, {record['sentences']:,} passages"
 
 
-def measured(settings: Settings, out: Path, console: Console) -> Spectrum:
+def measured(
+    settings: Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, console: Console
+) -> Spectrum:
     """The spectrum, with a progress bar; what an interrupted run has measured is in `out` and not measured again."""
-    settings.check()
-    make_folder("out", out)
-    model, tokenizer = attentions.load_encoder(settings.model)
     with console.status("reading the texts"):
         ids = attentions.passages(
             settings.texts,
