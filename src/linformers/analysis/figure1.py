@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,15 @@ class Settings:
             raise ValueError("text is missing: files or folders that passages are taken from")
 
 
-def run(settings: Settings, *, out: Path, command: str, console: Console) -> Spectrum:
-    """Measure, and write `spectrum.json`, `spectrum.md` and the figure to `out`."""
+def run(
+    settings: Settings, *, out: Path, command: str, console: Console, known_as: Callable[[str], str] = str
+) -> Spectrum:
+    """Measure, and write `spectrum.json`, `spectrum.md` and the figure to `out`; `known_as` names paths there."""
     settings.check()
     make_folder("out", out)
     where = {"command": command, "commit": commit(), **environment()}
-    texts = [settings.texts] if isinstance(settings.texts, str) else list(settings.texts)
-    where |= {"model": settings.model, "texts": texts, "n": settings.length}
+    texts = [settings.texts] if isinstance(settings.texts, str) else settings.texts
+    where |= {"model": known_as(settings.model), "texts": list(map(known_as, texts)), "n": settings.length}
     spectrum = measured(settings, *attentions.load_encoder(settings.model), out, console)
     lines = sentences(spectrum, settings.at)
     for line in lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,18 +48,16 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
             continue
         name = str(local) if local.is_dir() else MODELS[model]
         settings = figure1.Settings(name, [str(place.folder(TEXTS[text]))], **TINY if place.small else SIZES)
+        made = place.runs / "spectrum" / row
         try:
-            figure1.run(settings, out=place.runs / "spectrum" / row, command=command(row), console=console)
+            figure1.run(settings, out=made, command=command(row), console=console, known_as=place.store.known_as)
         except (ValueError, OSError) as error:
             console.print(f"{row} is left out: {error}", style="yellow", markup=False)
             unreachable = unreachable or not local.is_dir()
             continue
         out.mkdir(parents=True, exist_ok=True)
-        for path in (place.runs / "spectrum" / row).glob("spectrum.*"):
-            content = path.read_bytes()
-            if path.suffix in (".json", ".md"):  # where the data are on this machine is nobody's business
-                content = content.replace(f"{place.data_folder()}/".encode(), b"DIR/")
-            (out / path.name).write_bytes(content)
+        for path in made.glob("spectrum.*"):
+            shutil.copy(path, out)
     return collect(place)
 
 

@@ -91,11 +91,13 @@ class Store:
         write_text(path, json.dumps(record, indent=1) + "\n")
 
     def command(self, job: Job) -> str:
-        """What runs a job anywhere: where the data are on this machine is nobody's business."""
+        """What runs a job anywhere."""
+        return " ".join(("linformers", *map(self.known_as, job.arguments)))
+
+    def known_as(self, name: str) -> str:
+        """An argument, with DIR for the folder of raw data: where that is on this machine is nobody's business."""
         data = str(self.data)
-        places = (own for own in job.arguments if own == data or own.startswith(f"{data}/"))
-        known = {own: f"DIR{own.removeprefix(data)}" for own in places}
-        return " ".join(("linformers", *(known.get(own, own) for own in job.arguments)))
+        return f"DIR{name.removeprefix(data)}" if name == data or name.startswith(f"{data}/") else name
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
