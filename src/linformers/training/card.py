@@ -55,7 +55,7 @@ model, tokenizer = AutoModelForMaskedLM.from_pretrained("."), AutoTokenizer.from
 
 ## Data
 
-{train["documents"]:,} documents, {train["tokens"]:,} tokens ({validation["tokens"]:,} held out for validation),
+{train["documents"]:,} documents of {train["tokens"]:,} tokens, and {validation["tokens"]:,} tokens for validation,
 from {_few(corpus.manifest["sources"])};
 a byte-level vocabulary of {corpus.vocab_size:,} tokens.
 
