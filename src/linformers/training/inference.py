@@ -58,6 +58,7 @@ def predict(
         use,
         model=str(model),
         tokenizer=tokenizer,
+        dtype=torch.float32,
         device=0 if torch.cuda.is_available() else -1,
         **(options if classifies else {"top_k": best, "tokenizer_kwargs": options}),
     )
@@ -146,7 +147,9 @@ def _word(token: str) -> str:
 
 
 def _loaded(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
-    return model_class.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    """A model to compute with in 32 bits, however it was saved."""
+    model = model_class.from_pretrained(folder, dtype=torch.float32)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _checked(lines: Iterable[str], pairs: bool, mask: str | None) -> Iterator[str]:
