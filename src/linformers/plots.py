@@ -31,6 +31,7 @@ LOOK: Any = {
 TRANSFORMERS = {
     "Transformer": "#333333",
     "twin": "#333333",
+    "Transformer twin": "#333333",
     "Transformer, fused": "#333333",
     "Transformer, unfused": "#aaaaaa",
     "RoBERTa, SDPA": "#8c6d46",
@@ -149,6 +150,20 @@ def perplexities(panels: Mapping[str, Curves], path: Path) -> None:
         _save(figure, path)
 
 
+def overview(milliseconds: Curves, perplexity: Curves, path: Path) -> None:
+    """How fast and how good: the time of a pass against n, and validation perplexity while pretraining."""
+    names = list(dict.fromkeys((*milliseconds, *perplexity)))
+    with plt.rc_context(LOOK):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.8, 3.4), layout="constrained")
+        xlabel = "sequence length n (65,536 tokens in a pass)"
+        _against_length(left, milliseconds, names, title="Inference", xlabel=xlabel, ylabel="ms")
+        _draw(right, perplexity, names, marker="o", markersize=3)
+        right.set(title="Pretraining, n = 512", xlabel="step", ylabel="validation perplexity", yscale="log")
+        _label_decades(right.yaxis, [y for points in perplexity.values() for _, y in points])
+        _one_legend(figure, [axes for axes in (left, right) if axes.get_legend()])
+        _save(figure, path)
+
+
 def growth(milliseconds: Curves, path: Path) -> None:
     """Table 1: the time of one layer against n."""
     with plt.rc_context(LOOK):
@@ -198,8 +213,8 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-def _against_length(axes: Any, curves: Curves, **labels: str) -> None:
-    _draw(axes, curves, marker="o", markersize=3)
+def _against_length(axes: Any, curves: Curves, names: Sequence[str] = (), **labels: str) -> None:
+    _draw(axes, curves, names, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     _label_points(axes, curves)

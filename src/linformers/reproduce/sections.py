@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 
 from .. import plots
 from ..checks import check_choice, check_size, make_folder, nearest_name
-from . import chosen_k, figure1, figure3, jobs, long_documents, quality, recall, steps, table1, table2, table3
+from . import chosen_k, figure1, figure3, jobs, long_documents, overview, quality, recall, steps, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
 
@@ -28,9 +28,16 @@ TRAINED: dict[str, ModuleType] = {
     "chosen-k": chosen_k,
     "long": long_documents,
 }
-MEASURED: dict[str, ModuleType] = {"figure1": figure1, "table1": table1, "table3": table3, "steps": steps}
+MEASURED: dict[str, ModuleType] = {
+    "overview": overview,
+    "figure1": figure1,
+    "table1": table1,
+    "table3": table3,
+    "steps": steps,
+}
 SECTIONS = {**MEASURED, **TRAINED}
 TITLES = {
+    "overview": "What matters most",
     "figure1": "Figure 1: is attention low rank?",
     "table1": "Table 1: how time grows with n",
     "table3": "Table 3 and Figure 2: time and memory",

@@ -1,0 +1,103 @@
+"""What matters most, in one table and one plot: how good the models are, and how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from .. import plots
+from ..markdown import table
+from . import figure3, table2
+from .jobs import origin
+from .matrix import TASKS, Place
+
+BENCHMARK = "efficiency/compiled"  # under the results: where `linformers bench` wrote what is shown here
+BASELINE, COMPILED = "RoBERTa, SDPA", ", compiled"
+LONG = (8192, 65536)
+
+
+class Row(NamedTuple):
+    """A model by its names in Figure 3, in Table 2 and in the benchmark."""
+
+    curve: str
+    tuned: str
+    timed: str
+
+
+ROWS = {
+    table2.TWIN: Row("Transformer", table2.TWIN, "Transformer, fused"),
+    "Linformer, k = 256": Row("Linformer k=256", "Linformer, 256, shared kv, layer", "Linformer k=256"),
+    "Linformer, k = 128": Row("Linformer k=128", "Linformer, 128, shared kv, layer", "Linformer k=128"),
+    "Linformer, k = 128, local window of 32": Row("Linformer k=128 w=32", table2.LOCAL, "Linformer k=128 w=32"),
+}
+
+
+def collect(place: Place) -> dict[str, Any]:
+    """Of what other sections and the benchmark measured, the part that is shown; `None` where it is missing."""
+    pretrained, tuned = figure3.collect(place), table2.collect(place)
+    curves = pretrained["panels"]["a"]["curves"]
+    accuracies = {row["model"]: row for row in tuned["rows"] if row["n"] == 512}
+    runs, times = {**pretrained["runs"], **tuned["runs"]}, {}
+    path = place.results / BENCHMARK / "efficiency.json"
+    if path.is_file():
+        benchmark = json.loads(path.read_text())
+        runs[BENCHMARK] = origin(benchmark)
+        times = _inference(benchmark)
+    rows = {
+        name: {
+            "curve": curves[row.curve],
+            "accuracy": accuracies[row.tuned]["ours"],
+            "average": table2.average(accuracies[row.tuned]),
+            "milliseconds": times.get(row.timed),
+        }
+        for name, row in ROWS.items()
+    }
+    return {"runs": runs, "rows": rows, "baseline": times.get(BASELINE)}
+
+
+def measure(place: Place, console: Console) -> dict[str, Any]:
+    """Nothing of its own."""
+    return collect(place)
+
+
+def _inference(benchmark: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """Milliseconds of a pass over n, of each model compiled."""
+    times: dict[str, list[tuple[int, float]]] = {}
+    for cell in benchmark["lengths"]:
+        name = cell["model"].removesuffix(COMPILED)
+        if cell["task"] == "inference" and name != cell["model"] and cell["seconds"] is not None:
+            times.setdefault(name, []).append((cell["n"], 1000 * cell["seconds"]))
+    return times
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    rows = record["rows"]
+    times = {name: row["milliseconds"] for name, row in rows.items() if row["milliseconds"]}
+    if record["baseline"]:
+        times = {BASELINE: record["baseline"], **times}
+    plots.overview(times, {name: row["curve"] for name, row in rows.items() if row["curve"]}, path)
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    """The table, and what its columns are."""
+    base = dict(record["baseline"] or ())
+    rows = []
+    for name, row in record["rows"].items():
+        perplexity = f"{row['curve'][-1][1]:.1f}" if row["curve"] else "–"
+        tasks = [f"{own[0]:.1f}" if (own := row["accuracy"][task]) else "–" for task in TASKS]
+        average = "–" if row["average"] is None else f"{row['average']:.1f}"
+        times = dict(row["milliseconds"] or ())
+        speeds = [f"{base[n] / times[n]:.1f}×" if n in times and n in base else "–" for n in LONG]
+        rows.append((name, perplexity, *tasks, average, *speeds))
+    header = ("", "perplexity", "SST-2", "IMDB", "QNLI", "QQP", "average", *(f"speed at n = {n:,}" for n in LONG))
+    return [
+        *table(header, rows),
+        f"Perplexity after {figure3.STEPS:,} steps on Wikipedia and books and then the accuracy on four tasks, 34M "
+        "parameters, n = 512 (the training set of QNLI and the split of QQP are not GLUE's). Speed of inference "
+        "against transformers' RoBERTa with fused attention, 12 layers of 768 channels, all compiled, on one H200.",
+        "",
+    ]
