@@ -44,3 +44,10 @@ def test_table_of_choices_names_fields_and_defaults():
     for field, values in rows:
         default = re.search(r'\*\*`"(.*?)"`\*\*', values) or re.match(r"`?([\w.]+)`?", values)
         assert str(defaults[field]) == default[1]
+
+
+def test_first_table_is_that_of_the_results():
+    page = (ROOT / "docs" / "results.md").read_text()
+    section = page.split("## What matters most\n\n")[1].split("\n\n")[0]
+    assert section.startswith("| ")
+    assert section in README

@@ -17,6 +17,7 @@ try:
         register,
     )
     from .layer import LinformerAttention
+    from .shipped import pretrained
 except KeyboardInterrupt:
     # Torch and transformers take seconds: a command ends there without a traceback. Under -m that is its name as yet.
     if Path(sys.argv[0]).stem in ("linformers", "-m"):
@@ -36,4 +37,5 @@ __all__ = [
     "LinformerForTokenClassification",
     "LinformerModel",
     "LinformerPreTrainedModel",
+    "pretrained",
 ]

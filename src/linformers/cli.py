@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .checks import whole_numbers
+from .shipped import ENGLISH
 
 if TYPE_CHECKING:
     from .training.tasks import TaskData
@@ -28,6 +29,12 @@ app = typer.Typer(
 console = Console()
 
 Model = Annotated[Path, typer.Option(help="Folder of a model that pretrain or finetune wrote.")]
+Start = Annotated[
+    Path,
+    typer.Option(
+        help="Folder of a model that pretrain or finetune wrote.", show_default="the English one that comes along"
+    ),
+]
 Data = Annotated[Path | None, typer.Option(help="Folder of the data.")]
 Text = Annotated[str, typer.Option(help="The column of a labelled file that holds the text; two with a comma between.")]
 Label = Annotated[str, typer.Option(help="The column that holds the label.")]
@@ -97,8 +104,8 @@ def pretrain(
 @app.command()
 def finetune(
     task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labelled csv, jsonl or parquet file.")],
-    model: Model,
     out: Annotated[Path, typer.Option(help="Folder for results and the best model.")],
+    model: Start = ENGLISH,
     data: Data = None,
     test: Annotated[Path | None, typer.Option(help="The file to report on, where TASK is a file.")] = None,
     validation: Annotated[Path | None, typer.Option(help="The file to select on; otherwise 5% of the first.")] = None,
@@ -131,8 +138,8 @@ def finetune(
 
 @app.command()
 def predict(
-    model: Model,
     file: Annotated[Path | None, typer.Argument(help="Lines of text; standard input if left out.")] = None,
+    model: Start = ENGLISH,
     pairs: Annotated[bool, typer.Option("--pairs", help="Lines hold two texts with a tab between.")] = False,
     best: Annotated[int, typer.Option(help="Guesses for a mask.")] = 5,
     batch_size: Annotated[int, typer.Option(help="Lines at once.")] = 32,
