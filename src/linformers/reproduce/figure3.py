@@ -55,22 +55,30 @@ PANELS = {
         },
     ),
 }
+# E at the common rate, which is best at n = 512, for longer inputs.
+FAST = {"n=2048": "n2048-k256-layerwise", "n=4096": "n4096-k256-layerwise"}
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
     """All pretraining runs, each once, in the order of the panels."""
     tokens = corpus(place, "wiki-books", console)
     names = dict.fromkeys(name for _, curves in PANELS.values() for name in curves.values())
-    return [pretraining_job(place, tokens, name) for name in names]
+    fast = [pretraining_job(place, tokens, own, fast_name(own), "model.projection_scale=1.0") for own in FAST.values()]
+    return [*(pretraining_job(place, tokens, name) for name in names), *fast]
 
 
-def pretraining_job(place: Place, tokens: Path, recipe: str) -> Job:
-    return pretraining(place, tokens, recipe, group=GROUP, changes=[f"steps={STEPS}"])
+def pretraining_job(place: Place, tokens: Path, recipe: str, name: str = "", *changes: str) -> Job:
+    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=[f"steps={STEPS}", *changes])
+
+
+def fast_name(recipe: str) -> str:
+    return f"{recipe}-fast-E"
 
 
 def collect(place: Place) -> dict[str, Any]:
     """The curves of all panels, and where each comes from; `None` where a run is missing."""
-    results, runs = place.store.results(f"{GROUP}/{name}" for _, curves in PANELS.values() for name in curves.values())
+    names = [name for _, curves in PANELS.values() for name in curves.values()]
+    results, runs = place.store.results(f"{GROUP}/{name}" for name in (*names, *map(fast_name, FAST.values())))
     panels = {
         panel: {
             "title": title,
@@ -78,7 +86,8 @@ def collect(place: Place) -> dict[str, Any]:
         }
         for panel, (title, curves) in PANELS.items()
     }
-    return {"runs": runs, "panels": panels}
+    fast = {label: results.get(f"{GROUP}/{fast_name(name)}", {}).get("perplexity") for label, name in FAST.items()}
+    return {"runs": runs, "panels": panels, "fast": fast}
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -135,4 +144,10 @@ def page(record: Mapping[str, Any]) -> list[str]:
         values, labels = ends(record, name), list(panel["curves"])
         cells = [f"{values[label]:.1f}" if label in values else "missing" for label in labels]
         lines += [f"**3{name}, {panel['title']}**", "", *table(labels, [cells])]
+    fast = [f"{label} ends at {own:.1f}" for label, own in record["fast"].items() if own is not None]
+    if fast:
+        lines += [
+            f"With E at the common rate (`model.projection_scale=1`), which is best at n = 512, {', '.join(fast)}.",
+            "",
+        ]
     return [*lines, *(f"- {line}" for line in claims(record)), ""]
