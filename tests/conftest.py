@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Before torch computes anything: some virtual machines advertise AMX and trap on its first use.
@@ -13,11 +14,23 @@ import torch
 # Before Triton is imported: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The compiler's own processes would import torch for many seconds, to compile C++ on cores that are busy.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Fixed cases in CI, so that a red run can be repeated; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What has been imported, or left by other modules, is not looked through by each collection of garbage.
+
+    That takes a second where compilers have left much, and benchmarks collect after each model.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
