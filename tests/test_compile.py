@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 def light(mode):
     """One layer, so that all modes fit into the time of the suite, unless layers differ."""
-    shifted = mode["projection"] == "linear" and mode.get("projection_init") != "gaussian"
+    shifted = mode["projection"] == "linear" and modes.config(**mode).shifted_windows
     differ = shifted or any(isinstance(value, list) for value in mode.values())
     return mode if differ else {**mode, "num_hidden_layers": 1}
 
