@@ -1,4 +1,4 @@
-"""Run by torchrun: each process holds a part of every large weight, and no more."""
+"""Called in two processes: each holds a part of every large weight, and no more."""
 
 import os
 
@@ -8,7 +8,8 @@ from linformers.training import pretrain
 
 from ..modes import config
 
-if __name__ == "__main__":
+
+def main() -> None:
     dist.init_process_group("gloo")
     model = pretrain.LinformerForMaskedLM(config())
     whole = pretrain.num_parameters(model)
