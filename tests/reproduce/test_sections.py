@@ -85,6 +85,7 @@ def test_one_cell_of_figure_3(data, tmp_path):
     assert "1 of 1 runs are there already" in again.output
 
 
+@pytest.mark.usefixtures("forked")
 def test_recall(data, tmp_path):
     result = invoke("recall", *places(tmp_path, data), "--small", "--only", "k128-w32-s0-recall")
     assert result.exit_code == 0, result.output
@@ -98,6 +99,7 @@ def test_recall(data, tmp_path):
     assert len(test) == recall.TINY_SIZES.test
 
 
+@pytest.mark.usefixtures("forked")
 def test_chosen_k(data, tmp_path):
     """What is chosen is not known before the twin has been trained."""
     result = invoke("chosen-k", *places(tmp_path, data), "--small", "--at-once", "2")
@@ -133,6 +135,7 @@ def test_secrets(data):
         recall.examples([data / "wiki"], sizes._replace(train=1000), seed=0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_long_documents(data, tmp_path):
     result = invoke("long", *places(tmp_path, data), "--small", "--only", "Linformer-k128-w32")
     assert result.exit_code == 0, result.output
@@ -205,6 +208,7 @@ def test_a_corpus_of_other_text_is_refused(data, tmp_path):
         corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET)
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
@@ -215,7 +219,7 @@ def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_not_there_is_refused(data, tmp_path):
-    with pytest.raises(ValueError, match="only='n512' is like none of the 14 runs; did you mean 'n512-"):
+    with pytest.raises(ValueError, match="only='n512' is like none of the 16 runs; did you mean 'n512-"):
         invoke("figure3", *places(tmp_path, data), "--small", "--only", "n512")
 
 
@@ -356,6 +360,7 @@ def test_spectra_that_are_there_and_those_that_are_missing():
     assert "- roberta-base-wikitext is missing; `linformers spectrum FacebookAI/roberta-base --text DIR/" in page
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_task_of_table_2_and_the_spectra_of_its_twin(data, tmp_path, monkeypatch):
     monkeypatch.setattr(figure1, "MODELS", {})
     monkeypatch.setattr(figure1, "TEXTS", {"wikitext": "wikitext103_valtest"})
