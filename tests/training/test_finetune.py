@@ -127,12 +127,12 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path):
     for choice in ("no", "yes"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        settings = finetune.Settings(seeds=1, epochs=1, batch_size=8, precision="float32", compile=choice)
+        # As many rows as k would be taken for one number, and both layers compiled once more for other batches.
+        settings = finetune.Settings(seeds=1, epochs=1, batch_size=10, precision="float32", compile=choice)
         assert finetune.run(task, exact, tmp_path / choice, settings, small.QUIET, "") == 0
         records = small.read_metrics(tmp_path / choice / "seed-0")
         losses.append([record["loss"] for record in records if "loss" in record])
-    # Both layers once more: the first batch is as large as k, and sizes that are equal are taken for one.
-    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
