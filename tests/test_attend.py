@@ -22,6 +22,8 @@ on_gpu_only = pytest.mark.skipif(not ON_GPU, reason="no CUDA device")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS, KEYS = (1, 2, 63, 127, 129, 1025), (1, 17, 96, 128, 256, 1000)
+# More keys than a program holds, and no whole number of tiles; in float32, as all is interpreted, fewer suffice.
+MANY = 300 if ON_GPU else 140
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +96,7 @@ def test_half_precision(n, k, dtype):
 
 
 @pytest.mark.parametrize("d", [1, 8, 40, 64, 80, 128])
-@pytest.mark.parametrize("k", [24, 300])
+@pytest.mark.parametrize("k", [24, MANY])
 def test_head_sizes(d, k):
     for dtype in DTYPES if ON_GPU else (torch.float32,):
         # Heads enough that the error of torch's few numbers is no accident.
@@ -105,7 +107,7 @@ def test_most_keys():
     assert_as_exact_as_torch(tensors(65, MAX_KEYS, h=1))
 
 
-@pytest.mark.parametrize("k", [17, 300])
+@pytest.mark.parametrize("k", [17, MANY])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_masked_slots(k, heads):
     inputs = tensors(70, k, b=3)
@@ -116,7 +118,7 @@ def test_masked_slots(k, heads):
         assert_as_exact_as_torch(inputs, mask[:1])
 
 
-@pytest.mark.parametrize("k", [17, 300])
+@pytest.mark.parametrize("k", [17, MANY])
 def test_a_row_that_sees_nothing(k):
     inputs = tensors(70, k, b=2)
     mask = torch.zeros(2, 1, 1, k, dtype=torch.bool, device=DEVICE)
@@ -128,7 +130,7 @@ def test_a_row_that_sees_nothing(k):
     torch.testing.assert_close(output[1], inputs[2][1, :, 5].expand(70, 2, 16))
 
 
-@pytest.mark.parametrize("k", [17, 300])
+@pytest.mark.parametrize("k", [17, MANY])
 def test_any_strides(k):
     """Broadcast, transposed, sliced: what transformers or anybody else hands over."""
     whole = torch.randn(3, 16, 2, 140, device=DEVICE)
@@ -188,7 +190,7 @@ def test_dropout(p):
     assert torch.equal(entries, kept(n, k, p, seed=0))
 
 
-@pytest.mark.parametrize("k", [24, 300])
+@pytest.mark.parametrize("k", [24, MANY])
 def test_gradients_with_dropout(k):
     """Forward and backward drop the same entries, in the few-keys and the many-keys kernels."""
     n, d, p = 70, 16, 0.3
@@ -239,7 +241,7 @@ def test_checkpointing_replays_dropout():
         assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("k", [24, 300])
+@pytest.mark.parametrize("k", [24, MANY])
 @pytest.mark.parametrize("masked", [False, True])
 def test_operator(k, masked):
     """Shapes, types and strides that tracing predicts are those that running gives; gradients are registered."""
@@ -263,7 +265,7 @@ def test_compiles_whole():
 
 @pytest.mark.parametrize("k", [128, 300])
 def test_reruns_are_equal(k):
-    inputs = tensors(1000 if ON_GPU else 200, k, d=64, dtype=torch.bfloat16)
+    inputs = tensors(1000 if ON_GPU else 100, k, d=64, dtype=torch.bfloat16)
     gradient = torch.randn_like(inputs[0]).transpose(1, 2)
     first = derive(ours, inputs, gradient)
     for _ in range(50 if ON_GPU else 2):
