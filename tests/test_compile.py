@@ -15,18 +15,12 @@ from . import modes
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def light(mode):
-    """One layer, so that all modes fit into the time of the suite, unless layers differ."""
-    shifted = mode["projection"] == "linear" and modes.config(**mode).shifted_windows
-    differ = shifted or any(isinstance(value, list) for value in mode.values())
-    return mode if differ else {**mode, "num_hidden_layers": 1}
-
-
 # Where nothing is learned, all ways of sharing are one.
 LEARNED = ("linear", "conv", "dynamic")
 DISTINCT = [mode for mode in modes.UNIFORM if mode["projection"] in LEARNED or mode["sharing"] == "layerwise"]
-KINDS = [light(mode) for mode in modes.KINDS]
-OTHERS = [mode for mode in map(light, DISTINCT + modes.GAUSSIAN + modes.NON_UNIFORM + modes.LOCAL) if mode not in KINDS]
+KINDS = [modes.light(mode) for mode in modes.KINDS]
+EVERY = [modes.light(mode) for mode in DISTINCT + modes.GAUSSIAN + modes.NON_UNIFORM + modes.LOCAL]
+OTHERS = [mode for mode in EVERY if mode not in KINDS]
 
 
 def model_of(mode):
