@@ -76,7 +76,7 @@ class Plan:
             "splits": self.splits,
             "n": n,
             "k": k,
-            "window": min(shapes.window, n),  # beyond the ends of a short input there is nothing to walk over
+            "window": shapes.window,
             "scale": shapes.scaling / math.log(2),
             "scaling": shapes.scaling,
             "threshold": min(round(shapes.dropout * 2**31), 2**31 - 1),
