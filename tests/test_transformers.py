@@ -328,6 +328,7 @@ def test_public_names():
         "LinformerForTokenClassification",
         "LinformerModel",
         "LinformerPreTrainedModel",
+        "pretrained",
     }
     assert all(hasattr(linformers, name) for name in linformers.__all__)
 
