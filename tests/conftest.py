@@ -22,6 +22,9 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# What compilers allocate lives long: by default a tenth of their time goes into looking for garbage among it.
+gc.set_threshold(10_000, 10, 10)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():

@@ -84,8 +84,9 @@ def test_compiled_gradients(mode):
 
 @pytest.mark.slow
 def test_inductor():
+    """Layers that differ are compiled by it, with their gradients, where training is."""
     torch._dynamo.reset()
-    model = model_of({})
+    model = model_of({"num_hidden_layers": 1})
     compiled = torch.compile(model, fullgraph=True)
     for length in (7, 9, 12):
         inputs = inputs_of(3, length)
@@ -108,6 +109,19 @@ def test_export(mode, masked):
     model, example = model_of(mode), inputs_of(3, 6, masked)
     program = torch.export.export(model, (), example, dynamic_shapes=dynamic(example)).module()
     for batch, length in SIZES:
+        inputs = inputs_of(batch, length, masked)
+        torch.testing.assert_close(program(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no-mask"])
+@pytest.mark.parametrize("mode", [{"local_window": [1, 70]}, {"projection": "none", "local_window": 3}], ids=modes.name)
+def test_export_for_a_range_of_lengths(mode, masked):
+    """Whether lengths fill the blocks in which local windows are computed or not, one graph serves all of them."""
+    model, example = model_of({**mode, "max_position_embeddings": 144}), inputs_of(3, 100, masked)
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", min=2, max=144)
+    shapes = {name: {0: batch, 1: length} for name in example}
+    program = torch.export.export(model, (), example, dynamic_shapes=shapes).module()
+    for batch, length in ((1, 2), (2, 63), (2, 64), (5, 65), (3, 128), (2, 140), (1, 144)):
         inputs = inputs_of(batch, length, masked)
         torch.testing.assert_close(program(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)
 
