@@ -43,15 +43,24 @@ def attend_locally(
         The result (b, n, h, d_head) and, where `attend` gives it, $\bar P$ (b, h, n, k + 2w + 1): of the projected
         keys, then of the exact ones from w positions before a query to w behind it.
     """
-    (b, h, n, _), k = query.shape, key.shape[2]
+    (b, h, n, _), k, device = query.shape, key.shape[2], query.device
     size = max(window, SMALLEST_BLOCK)
     count = (n + size - 1) // size  # not -(-n // size): ONNX rounds what is negative up
+    # A graph for all lengths must not ask what is true of some only, nor what is true of all and cannot be proved: none
+    # has a single block, or fills its blocks, and blocks are chosen by numbers instead of viewed.
+    exporting = torch.compiler.is_exporting()
+    if exporting:
+        count = n // size + 2
     missing = count * size - n
 
     def cut(x: Tensor, before: int = 0, behind: int = 0) -> Tensor:
         """(b, h, n, d) to blocks (b, count, size, h, d), with empty blocks before and behind."""
         padding = (0, 0, 0, 0, before * size, missing + behind * size)
-        return functional.pad(x.transpose(1, 2), padding).unflatten(1, (before + count + behind, size))
+        padded = functional.pad(x.transpose(1, 2), padding)
+        if exporting:
+            starts = size * torch.arange(before + count + behind, device=device)
+            return padded[:, starts[:, None] + torch.arange(size, device=device)]
+        return padded.unflatten(1, (before + count + behind, size))
 
     def join(projected: Tensor, near: Tensor) -> Tensor:
         """The keys that each block may see, (b · count, h, k + 3 · size, d)."""
@@ -60,14 +69,14 @@ def attend_locally(
         seen = torch.cat([everywhere, blocks[:, :-2], blocks[:, 1:-1], blocks[:, 2:]], 2)
         return seen.flatten(0, 1).transpose(1, 2)
 
-    device = query.device
     visible = _visible(b, n, k, window, size, count, mask, lengths, device)
     visible = visible.flatten(0, 1)[:, None]  # (b · count, 1, size, k + 3 · size)
     sees_something = visible.any(-1, keepdim=True)
     # Whoever sees nothing looks at anything, since some kernels make NaN of it, and gets zeros afterwards.
     queries = cut(query).flatten(0, 1).transpose(1, 2)
     result, probs = attend(queries, join(key, near_key), join(value, near_value), visible | ~sees_something)
-    result = torch.where(sees_something.transpose(1, 2), result, 0).unflatten(0, (b, count)).flatten(1, 2)[:, :n]
+    result = torch.where(sees_something.transpose(1, 2), result, 0).unflatten(0, (b, count)).flatten(1, 2)
+    result = result.index_select(1, torch.arange(n, device=device)) if exporting else result[:, :n]
     if probs is None:
         return result, None
     probs = torch.where(sees_something, probs, 0).unflatten(0, (b, count)).transpose(1, 2)  # (b, h, count, size, ...)
