@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from linformers import LinformerConfig, LinformerModel
+from linformers import LinformerConfig, LinformerModel, pretrained
 from linformers.analysis import choose_k, figure1
 from linformers.analysis.choose_k import choose, kept, smallest, to_divisors, variants, within_budget
 from linformers.cli import app
@@ -142,3 +143,10 @@ def test_one_sentence(options, message, tmp_path):
     settings = choose_k.Settings(figure1.Settings("x", ["y"], length=N, at=1), **options)
     with pytest.raises(ValueError, match=re.escape(message)):
         choose_k.run(settings, out=tmp_path, command="", console=Console(quiet=True))
+
+
+def test_the_config_is_of_the_kind_that_was_looked_at():
+    tokenizer = AutoTokenizer.from_pretrained(pretrained())
+    kind = {"norm_first": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.2}
+    fields = choose_k.model_fields(LinformerConfig(projection="identity", **kind), tokenizer)
+    assert {name: fields[name] for name in kind} == kind

@@ -186,7 +186,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
 def model_fields(theirs: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The sizes of the model that was looked at, for one that is to be trained; its special tokens."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    fields = {name: getattr(theirs, name, None) for name in (*sizes, "hidden_act", "layer_norm_eps")}
+    kinds = ("hidden_act", "layer_norm_eps", "norm_first", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    fields = {name: getattr(theirs, name, None) for name in (*sizes, *kinds)}
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, other in (("bos", "cls"), ("eos", "sep")):  # BERT's names
         own = getattr(tokenizer, f"{name}_token_id")
