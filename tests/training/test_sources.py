@@ -112,9 +112,14 @@ def test_reading_tells_how_far_it_is(name, tmp_path):
         ("a.txt.xz", b"plain text", "a.txt.xz is damaged or not what its name says"),
         ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 9)[:-30], "a.jsonl.xz is damaged or not what its name says"),
         ("a.txt", b"some text\n" * 9 + b"\x00\x8f", "a.txt is no text in UTF-8: it has NUL bytes"),
-        ("a.md.gz", gzip.compress("some text".encode("utf-16")), "a.md.gz is no text in UTF-8: it has NUL bytes"),
+        (
+            "a.md.gz",
+            gzip.compress("some text".encode("utf-16"), mtime=0),
+            "a.md.gz is no text in UTF-8: it has NUL bytes",
+        ),
         ("a.parquet", b"plain text", "a.parquet is damaged or not what its name says"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "content",
 )
 def test_a_damaged_file_is_named(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
