@@ -88,7 +88,14 @@ def make_folder(name: str, folder: Path) -> None:
         raise ValueError(f"{name}={str(folder)!r} is no folder that can be written to: {error.strerror}") from None
 
 
+def check_no_run(name: str, folder: Path) -> None:
+    """Refuse the folder of a run where its model is wanted."""
+    if not (folder / "config.json").exists() and (folder / "model" / "config.json").exists():
+        raise ValueError(f"{name}={str(folder)!r} is the folder of a run; its model is {str(folder / 'model')!r}")
+
+
 def check_model(name: str, folder: Path) -> None:
+    check_no_run(name, folder)
     if not (folder / "config.json").exists():
         raise ValueError(f"{name}={str(folder)!r} holds no model: expected a folder that pretrain or finetune wrote")
     if not (folder / "tokenizer.json").exists():

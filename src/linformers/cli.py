@@ -353,8 +353,8 @@ def reproduce(
     sections: Annotated[
         list[str],
         typer.Argument(
-            help="figure1 to figure3, table1 to table3, steps, quality, recall, chosen-k, long; all; or page, which "
-            "runs nothing."
+            help="figure1 to figure3, table1 to table3, steps, quality, recall, chosen-k, long; overview, which puts "
+            "them together; all; or page, which runs nothing."
         ),
     ],
     data: Annotated[

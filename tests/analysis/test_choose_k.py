@@ -99,7 +99,7 @@ def test_command(options, folder, text, tmp_path):
     assert LinformerModel(config).config.max_position_embeddings == N
     assert all(cost["seconds"] > 0 and cost["peak_bytes"] > 0 for cost in record["costs"])
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 3)  # the tokenizer's
-    assert "linformers pretrain RECIPE 'model.projected_length=[" in (out / "choose-k.md").read_text()
+    assert "linformers pretrain RECIPE data=DATA out=OUT 'model.projected_length=[" in (out / "choose-k.md").read_text()
     # What is printed trains this model, whatever the recipe says.
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("linformers pretrain RECIPE "))
     for name in ("n512-twin", "n512-k128-layerwise"):

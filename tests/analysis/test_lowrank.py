@@ -1,5 +1,6 @@
 """P replaced by low rank: the best there is, and what E and F make of it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -90,6 +91,34 @@ def test_command(folder, text, tmp_path):
     ]
     assert "| best rank k (SVD) |" in (out / "lowrank.md").read_text()
     assert (out / "lowrank.png").stat().st_size > 1000
+
+
+def test_a_stopped_run_goes_on(folder, text, tmp_path, monkeypatch):
+    settings = equation6.Settings(folder("roberta"), [text], [4, 8], N, passages=1, others=2, steps=2)
+    quiet = {"command": "", "console": Console(quiet=True)}
+    equation6.run(settings, out=tmp_path / "whole", **quiet)
+
+    fit, fitted = lowrank.fit, []
+
+    def stop_at_8(model, ids, k, name, **options):
+        if k == 8 and 8 not in fitted:
+            fitted.append(k)
+            raise KeyboardInterrupt
+        fitted.append(k)
+        return fit(model, ids, k, name, **options)
+
+    monkeypatch.setattr(lowrank, "fit", stop_at_8)
+    out = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        equation6.run(settings, out=out, **quiet)
+    with pytest.raises(ValueError, match=r"losses\.json is of a run with another model, other texts, or other numbers"):
+        equation6.run(dataclasses.replace(settings, steps=3), out=out, **quiet)
+    stopped_at = len(fitted)
+    equation6.run(settings, out=out, **quiet)
+    assert 4 not in fitted[stopped_at:]
+    whole, own = (json.loads((path / "lowrank.json").read_text()) for path in (tmp_path / "whole", out))
+    assert own["losses"] == whole["losses"]
+    assert not (out / "losses.json").exists()
 
 
 @pytest.mark.parametrize(

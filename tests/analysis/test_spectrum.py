@@ -247,6 +247,12 @@ def test_no_such_folder(name):
         attentions.load_encoder(name)
 
 
+def test_the_folder_of_a_run(folder, tmp_path):
+    (tmp_path / "model").symlink_to(folder("bert"))
+    with pytest.raises(ValueError, match=f"model='{tmp_path}' is the folder of a run; its model is '{tmp_path}/model'"):
+        attentions.load_encoder(str(tmp_path))
+
+
 def test_a_model_without_its_tokenizer(folder, tmp_path):
     """Of transformers there would be one that knows no words, and P that of unknown ones."""
     own = Path(folder("bert"))

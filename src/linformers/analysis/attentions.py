@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..checks import check_size
+from ..checks import check_no_run, check_size
 from ..config import LinformerConfig
 from ..training import sources
 
@@ -51,6 +51,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """The config of a model whose P can be looked at, and its tokenizer, which knows how long the input may be."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no hub name either
         raise ValueError(f"model={name!r} is no folder")
+    check_no_run("model", Path(name))
     with _told(name):
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):

@@ -160,7 +160,15 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
     sizes = {**fields, "max_position_embeddings": settings.spectrum.length, "sharing": settings.sharing}
     sizes |= {"projection": "linear", "projection_scale": "null"}
     changes = [f"model.{name}={sizes[name]}" for name in RECIPE_FIELDS]
-    train = ["linformers", "pretrain", "RECIPE", f"model.projected_length={json.dumps(chosen)}", *changes]
+    train = [
+        "linformers",
+        "pretrain",
+        "RECIPE",
+        "data=DATA",
+        "out=OUT",
+        f"model.projected_length={json.dumps(chosen)}",
+        *changes,
+    ]
     lines = [
         f"{bought} {share:.4f} of the energy in each {settings.per}: k = {chosen} (sharing {settings.sharing!r}). The "
         "table has what is kept on average, once k is rounded up.",

@@ -6,9 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from .. import plots
 from ..benchmark.report import markdown
@@ -18,6 +21,7 @@ from ..provenance import commit, environment
 from . import attentions, lowrank
 from .lowrank import OTHERS, OWN, SVD, Loss
 from .qkv import check_plain
+from .spectrum import fingerprint, hashes
 
 
 @dataclass(frozen=True)
@@ -73,26 +77,8 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         )
     layers, heads = attentions.check_watchable(model, ids, settings.model)
     check_plain(model, ids, settings.model)
-    measured, others = ids.split([settings.passages, settings.others])
-    losses: list[Loss] = []
-    with progress(console) as bars:
-        task = bars.add_task("", total=len(settings.projected) * (layers + layers * settings.passages))
-        for k in settings.projected:
-            bars.update(task, description=f"k={k}, fitting E and F")
-            fitted = lowrank.fit(
-                model, others, k, settings.model, steps=settings.steps, on_layer=lambda: bars.advance(task)
-            )
-            bars.update(task, description=f"k={k}, errors")
-            losses += lowrank.losses(
-                model,
-                measured,
-                k,
-                settings.model,
-                fitted,
-                steps=settings.steps,
-                on_passage=lambda: bars.advance(task, layers),
-            )
-        bars.update(task, description="times")
+    losses = measured(settings, model, ids, layers, out / "losses.json", console)
+    with console.status("times"):
         d = model.config.hidden_size // heads
         times = lowrank.seconds(settings.length, settings.projected, heads, d, model.device)
 
@@ -111,7 +97,57 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     }
     for suffix in ("png", "svg"):
         plots.low_rank(curves, milliseconds, out / f"lowrank.{suffix}")
+    (out / "losses.json").unlink()
     console.print(f"Written to {out}", markup=False)
+
+
+def measured(
+    settings: Settings, model: PreTrainedModel, ids: Tensor, layers: int, path: Path, console: Console
+) -> list[Loss]:
+    """The losses at each k, with a progress bar; a k that an interrupted run has measured is taken from `path`."""
+    of = {"model": fingerprint(model), "passages": hashes(ids).tolist()}
+    of |= {"measured": settings.passages, "steps": settings.steps}
+    done = losses_before(path, of)
+    passages, others = ids.split([settings.passages, settings.others])
+    with progress(console) as bars:
+        task = bars.add_task("", total=len(settings.projected) * (layers + layers * settings.passages))
+        for k in settings.projected:
+            if k in done:
+                console.print(f"k={k} was measured before", highlight=False)
+                bars.advance(task, layers + layers * settings.passages)
+                continue
+            bars.update(task, description=f"k={k}, fitting E and F")
+            fitted = lowrank.fit(
+                model, others, k, settings.model, steps=settings.steps, on_layer=lambda: bars.advance(task)
+            )
+            bars.update(task, description=f"k={k}, errors")
+            done[k] = lowrank.losses(
+                model,
+                passages,
+                k,
+                settings.model,
+                fitted,
+                steps=settings.steps,
+                on_passage=lambda: bars.advance(task, layers),
+            )
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps({**of, "losses": [asdict(loss) for own in done.values() for loss in own]}))
+            part.replace(path)
+    return [loss for k in settings.projected for loss in done[k]]
+
+
+def losses_before(path: Path, of: dict[str, Any]) -> dict[int, list[Loss]]:
+    """By k, what a run with the same model, passages and steps has left."""
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    losses = [Loss(**own) for own in record.pop("losses")]
+    if record != of:
+        raise ValueError(
+            f"{path} is of a run with another model, other texts, or other numbers of passages or steps, which was "
+            "stopped; give another --out, or remove it"
+        )
+    return {k: [loss for loss in losses if loss.k == k] for k in dict.fromkeys(loss.k for loss in losses)}
 
 
 def error_table(losses: Sequence[Loss], projected: Sequence[int]) -> Table:
