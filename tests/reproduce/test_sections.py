@@ -80,6 +80,8 @@ def test_one_cell_of_figure_3(data, tmp_path):
     assert curves["Transformer"] is None
     page = (tmp_path / "docs" / "results.md").read_text()
     assert f"| missing | missing | missing | missing | {record['result']['perplexity']:.1f} |" in page
+    assert "`linformers reproduce figure3 --data DIR --only n512-twin --only n512-k64-layerwise " in page
+    assert "--only n512-k128-w32" not in page
     assert (tmp_path / "results" / "figure3" / "figure3.png").stat().st_size > 1000
     again = invoke(*arguments)
     assert "1 of 1 runs are there already" in again.output
@@ -258,6 +260,12 @@ def test_what_the_paper_says_of_table_2(tmp_path):
     assert "| 512 | Transformer twin | 90.0 ± 1.0 (93.1) | 90.0 ± 1.0 (94.1) |" in "\n".join(page)
     assert "| 512 | BERT-base | – (92.7) | – (93.5) | – (91.8) | – (89.6) | – (91.90) |" in page
     assert "- qqp: a subset." in page
+    write_run(tmp_path, "pretraining/n512-twin-qnli-half-rate", accuracy=[0.96, 0.01], note="")
+    half, comparable, local = table2.claims(table2.collect(Place(None, results=tmp_path)))
+    assert half.startswith("At half the rate the twin has 96.0 ± 1.0 on QNLI instead of 90.0 ± 1.0; with the better of")
+    assert "refuted. The best pure Linformer" in comparable
+    assert "has 89.70 on average, the twin 91.50" in comparable
+    assert local == "With a local window of 32 it is 91.00: below the twin."
 
 
 def test_quality(tmp_path):
@@ -374,6 +382,8 @@ def test_a_task_of_table_2_and_the_spectra_of_its_twin(data, tmp_path, monkeypat
     assert deviation is None
     page = (tmp_path / "docs" / "results.md").read_text()
     assert f"| 512 | Transformer twin | missing (93.1) | {mean:.1f} (94.1) | missing (90.9) |" in page
+    filled = "`linformers reproduce table2 --data DIR --only n512-twin-sst2 --only n512-twin-qnli --only n512-twin-qqp "
+    assert f"{filled}--only 'n512-k128-headwise-*' " in page
     record = figure1.collect(place)
     assert [own["sentences"] for own in record["rows"].values()] == [4, 4]
     before, after = (own["mean"] for own in record["rows"].values())

@@ -11,7 +11,7 @@ from rich.console import Console
 from .. import plots
 from ..markdown import table
 from .jobs import Job
-from .matrix import Place, corpus, pretraining
+from .matrix import Place, corpus, pretraining, to_fill
 
 GROUP = "pretraining"
 STEPS = 4000
@@ -150,4 +150,10 @@ def page(record: Mapping[str, Any]) -> list[str]:
             f"With E at the common rate (`model.projection_scale=1`), which is best at n = 512, {', '.join(fast)}.",
             "",
         ]
-    return [*lines, *(f"- {line}" for line in claims(record)), ""]
+    missing = dict.fromkeys(
+        name
+        for panel, (_, curves) in PANELS.items()
+        for label, name in curves.items()
+        if label not in ends(record, panel)
+    )
+    return [*lines, *(f"- {line}" for line in claims(record)), *to_fill("figure3", list(missing)), ""]

@@ -16,7 +16,7 @@ from ..markdown import table
 from ..training.finetune import Settings
 from ..training.tokenizer import train_tokenizer
 from .jobs import Job
-from .matrix import Place, finetuning, known_task
+from .matrix import Place, finetuning, known_task, to_fill
 
 GROUP = "long"
 N, TINY_N = 4096, 256
@@ -96,4 +96,6 @@ def page(record: Mapping[str, Any]) -> list[str]:
             measured = (f"{100 * own['accuracy'][0]:.1f}", f"{own['rows_per_second']:,.0f}", memory)
         rows.append((name, measured[0], str(PUBLISHED.get(name, "–")), *measured[1:]))
     header = ("model", "accuracy", "published", "documents a second in training", "GiB at most")
-    return [*table(header, rows), "Published: Tay et al. (2021), whose best efficient model has 65.9.", ""]
+    missing = [run_name(name).rpartition("/")[2] for name, own in record["rows"].items() if own is None]
+    published = "Published: Tay et al. (2021), whose best efficient model has 65.9."
+    return [*table(header, rows), published, "", *to_fill("long", missing), ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,14 @@ def finetuning(
         steps=(settings.seeds * settings.epochs, lambda: _epochs(out)),
         after=None if after is None else (after, model.exists),
     )
+
+
+def to_fill(section: str, names: Sequence[str]) -> list[str]:
+    """What a page says of the runs that it lacks: why, and what runs them."""
+    if not names:
+        return []
+    only = " ".join(f"--only {shlex.quote(name)}" for name in names)
+    return [f"- What is missing had no time on a GPU yet; `linformers reproduce {section} --data DIR {only}` fills it."]
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ..training.finetune import Settings
 from ..training.metrics import plus_minus
 from . import figure3
 from .jobs import Job
-from .matrix import TASKS, Place, corpus, finetuning, known_task, model_of
+from .matrix import TASKS, Place, corpus, finetuning, known_task, model_of, to_fill
 
 SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=64, learning_rate=1e-3)
@@ -45,6 +46,8 @@ ROWS = (
     Row(1024, "Linformer, 256, shared kv", "n1024-k256-key-value", (93.0, 93.6, 90.3, 90.4)),
     Row(1024, "Linformer, 256, shared kv, layer", "n1024-k256-layerwise", (93.2, 94.2, 90.8, 90.5)),
 )
+# Where three seeds of the twin differ by seven points: again at half the rate, so that it loses nothing by our choice.
+AGAIN, HALF = ("n512-twin", "qnli"), dataclasses.replace(SETTINGS, learning_rate=SETTINGS.learning_rate / 2)
 # The rows that decide come first, since time on a GPU is short.
 FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 
@@ -61,16 +64,23 @@ def jobs(place: Place, console: Console) -> list[Job]:
         for task in TASKS:
             name, data = f"{first.name}-{task}", known_task(place, task)
             found.append(finetuning(place, name, model, data, settings, first.key, first))
+            if (recipe, task) == AGAIN and not place.small:
+                found.append(finetuning(place, again_name(), model, data, HALF, first.key, first))
     return found
+
+
+def again_name() -> str:
+    return f"{figure3.GROUP}/{'-'.join(AGAIN)}-half-rate"
 
 
 def collect(place: Place) -> dict[str, Any]:
     """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
     recipes = [row.recipe for row in ROWS if row.recipe is not None]
-    results, runs = place.store.results(f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS)
+    names = {(recipe, task): f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS}
+    results, runs = place.store.results([*names.values(), again_name()])
 
-    def accuracy(recipe: str, task: str) -> list[float | None] | None:
-        result = results.get(f"{figure3.GROUP}/{recipe}-{task}")
+    def accuracy(name: str) -> list[float | None] | None:
+        result = results.get(name)
         return None if result is None else [None if x is None else 100 * x for x in result["accuracy"]]
 
     rows = [
@@ -78,12 +88,12 @@ def collect(place: Place) -> dict[str, Any]:
             "n": row.n,
             "model": row.model,
             "paper": row.paper,
-            "ours": None if row.recipe is None else {task: accuracy(row.recipe, task) for task in TASKS},
+            "ours": None if row.recipe is None else {task: accuracy(names[row.recipe, task]) for task in TASKS},
         }
         for row in ROWS
     ]
     notes = {task: r["note"] for task in TASKS for name, r in results.items() if name.endswith(task) and r["note"]}
-    return {"runs": runs, "rows": rows, "notes": notes}
+    return {"runs": runs, "rows": rows, "half rate": accuracy(again_name()), "notes": notes}
 
 
 def average(row: Mapping[str, Any]) -> float | None:
@@ -97,8 +107,17 @@ def claims(record: Mapping[str, Any]) -> list[str]:
     rows = record["rows"]
     averages = {(row["n"], row["model"]): own for row in rows if (own := average(row)) is not None}
     twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
+    half = record["half rate"]
     pure = {place: own for place, own in averages.items() if place[1] not in (TWIN, LOCAL)}
     lines = []
+    if twin is not None and half is not None:
+        common = next(row["ours"][AGAIN[1]] for row in rows if row["model"] == TWIN)
+        best_twin = twin + max(0.0, half[0] - common[0]) / len(TASKS)
+        lines.append(
+            f"At half the rate the twin has {plus_minus(half, 1)} on QNLI instead of {plus_minus(common, 1)}; with the "
+            f"better of the two its average is {best_twin:.2f}, which is what follows compares with."
+        )
+        twin = best_twin
     if twin is not None and pure:
         (n, model), best = max(pure.items(), key=lambda item: item[1])
         lines.append(
@@ -136,5 +155,15 @@ def page(record: Mapping[str, Any]) -> list[str]:
         *table(("n", "model", "SST-2", "IMDB", "QNLI", "QQP", "average"), rows),
         *(f"- {task}: {note}." for task, note in record["notes"].items()),
         *(f"- {line}" for line in claims(record)),
+        *to_fill("table2", missing(record)),
         "",
     ]
+
+
+def missing(record: Mapping[str, Any]) -> list[str]:
+    """The runs that cells lack; all tasks of a model as one pattern."""
+    found = []
+    for row, own in zip(ROWS, record["rows"], strict=True):
+        lacking = [f"{row.recipe}-{task}" for task, ours in (own["ours"] or {}).items() if ours is None]
+        found += lacking if len(lacking) < len(TASKS) else [f"{row.recipe}-*"]
+    return found
