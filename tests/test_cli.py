@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -102,6 +104,30 @@ def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore"), "Tried 9 GiB. Take fewer rows at once"),
+        (BrokenProcessPool("abruptly"), "a worker process was killed, perhaps for want of memory"),
+    ],
+    ids=["GPU", "workers"],
+)
+def test_too_little_memory(error, message, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "app", lambda: [][0])
+    with pytest.raises(IndexError):
+        cli.main()
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "by_torchrun"),
     [(["--version"], 0, True), (["--version"], 0, False), (["pretrain", "no.yaml"], 2, True)],
     ids=["well", "alone", "ill"],
@@ -190,7 +216,17 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     options = ["--model", model, "--out", tmp_path / "tuned", "--seeds", 1, "--epochs", 1, "--batch-size", 8]
     run("finetune", tmp_path / "labelled.csv", *options)
     assert json.loads((tmp_path / "tuned" / "results.json").read_text())["seeds"][0]["seed"] == 0
-    (tmp_path / "lines.txt").write_text("the fox\na dog\n")
+    (tmp_path / "lines.txt").write_text("the fox\na dog\n", encoding="utf-8-sig")
     answers = run("predict", "--model", tmp_path / "tuned" / "model", tmp_path / "lines.txt").splitlines()
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
     assert json.loads(run("evaluate", "--model", model, "--data", tmp_path / "corpus"))["perplexity"] > 1
+    for options, message in {("no.csv",): "there is no file", ("a.csv", "--data", "x"): "has no effect on"}.items():
+        arguments = ["evaluate", "--model", str(tmp_path / "tuned" / "model"), "--task", *options]
+        assert f"{message} task={options[0]!r}" in str(CliRunner().invoke(app, arguments).exception)
+
+
+def test_lines_that_are_not_utf8(monkeypatch, capsys):
+    stdin = io.TextIOWrapper(io.BytesIO(b"They were \xe9 and had three <mask>.\n"), encoding="ascii")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    cli.predict()
+    assert json.loads(capsys.readouterr().out)["text"] == "They were \ufffd and had three <mask>."

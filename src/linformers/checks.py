@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 
@@ -100,6 +101,12 @@ def check_model(name: str, folder: Path) -> None:
         raise ValueError(f"{name}={str(folder)!r} holds no model: expected a folder that pretrain or finetune wrote")
     if not (folder / "tokenizer.json").exists():
         raise ValueError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or cut short: {error}") from None
 
 
 def refuse_length(name: str, length: int, max_length: int, way_out: str) -> NoReturn:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from contextlib import nullcontext
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -108,7 +109,9 @@ def finetune(
     model: Start = ENGLISH,
     data: Data = None,
     test: Annotated[Path | None, typer.Option(help="The file to report on, where TASK is a file.")] = None,
-    validation: Annotated[Path | None, typer.Option(help="The file to select on; otherwise 5% of the first.")] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="The file to select on; without --test the one to report on.")
+    ] = None,
     text: Text = "text",
     label: Label = "label",
     seeds: Annotated[int, typer.Option(help="How many times.")] = 3,
@@ -145,12 +148,14 @@ def predict(
     batch_size: Annotated[int, typer.Option(help="Lines at once.")] = 32,
 ) -> None:
     """Label each line of text, or fill in its <mask>; a JSON object for each."""
-    from .training import inference
+    from .training import inference, sources
 
     if file is not None and not file.is_file():
         raise ValueError(f"file={str(file)!r} does not exist, or is no file")
     _hide_bars()
-    with file.open(encoding="utf-8") if file else nullcontext(sys.stdin) as lines:
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    with sources.open_text(file) if file else nullcontext(sys.stdin) as lines:
         inference.predict(model, lines, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
 
 
@@ -162,6 +167,7 @@ def evaluate(
     text: Text = "text",
     label: Label = "label",
     rows: Annotated[int, typer.Option(help="Rows of the validation set that perplexity is of.")] = 1024,
+    mask_share: Annotated[float, typer.Option(help="The share of words masked in them.")] = 0.15,
 ) -> None:
     """The perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
     import json
@@ -174,13 +180,16 @@ def evaluate(
     if task is not None:
         inference.check_classifier(model)
         if Path(task).suffix:
+            if data is not None or not Path(task).is_file():
+                wrong = f"data={str(data)!r} has no effect on" if data is not None else "there is no file"
+                raise ValueError(f"{wrong} task={task!r}; name a file, or a task and the folder of its data")
             names = list(LinformerConfig.from_pretrained(model).id2label.values())
             loaded = tasks.labelled_file(Path(task), text.split(","), label, names)
         else:
             loaded = _task(task, data, None, None, text, label)
         result = inference.score(model, loaded, progress)
     elif data is not None:
-        result = inference.perplexity(model, data, progress, rows)
+        result = inference.perplexity(model, data, progress, rows, mask_share=mask_share)
     else:
         raise ValueError("data is missing: a folder that linformers prepare made, or a task's with --task")
     console.print_json(json.dumps(result))
@@ -426,11 +435,27 @@ def main() -> None:
     """Run the command line; what a user got wrong ends in one sentence."""
     try:
         app()
-    except (ValueError, OSError, ArithmeticError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
+    except Exception as error:
+        if (sentence := _sentence(error)) is None:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(sentence)}", highlight=False)
         _leave(2)
     except SystemExit as ended:
         _leave(ended.code)
+
+
+def _sentence(error: Exception) -> str | None:
+    """What is said of an error that a user can do something about; `None` of one that is ours."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    from torch import OutOfMemoryError
+
+    if isinstance(error, OutOfMemoryError):
+        reason = str(error).splitlines()[0]
+        return f"{reason} Take fewer rows at once: rows_at_once=… of a recipe, --batch-size or --tokens of a command."
+    if isinstance(error, BrokenProcessPool):
+        return "a worker process was killed, perhaps for want of memory; take fewer with --workers"
+    return str(error) if isinstance(error, ValueError | OSError | ArithmeticError) else None
 
 
 def _leave(code: int | str | None) -> NoReturn:

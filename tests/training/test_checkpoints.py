@@ -78,6 +78,10 @@ def test_damage_without_a_manifest(tmp_path):
     assert checkpointing.damage(tmp_path / "checkpoint-3").endswith("checkpoint-3 has no manifest.json")
     (tmp_path / "checkpoint-3" / "manifest.json").write_text("{")
     assert checkpointing.damage(tmp_path / "checkpoint-3").endswith("manifest.json is not JSON")
+    (tmp_path / "checkpoint-3" / "weights").write_text("abc")
+    for wrong in ("[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
+        (tmp_path / "checkpoint-3" / "manifest.json").write_text(wrong)
+        assert checkpointing.damage(tmp_path / "checkpoint-3").endswith("manifest.json is no list of files")
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):

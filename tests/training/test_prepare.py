@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from linformers.training import prepare
+from linformers.training.checkpointing import locked
 from linformers.training.corpus import Corpus
 
 from .texts import TEXTS, contents, run, text, texts_of, write_jsonl
@@ -194,6 +195,9 @@ def test_wrong_sources(prepared, source, tmp_path):
         assert not (tmp_path / "out" / "manifest.json").exists()
     with pytest.raises(ValueError, match="already holds a corpus; choose another folder or delete it"):
         run([source], prepared)
+    (tmp_path / "used").mkdir()
+    with locked(tmp_path / "used"), pytest.raises(ValueError, match="is in use by another process"):
+        run([source], tmp_path / "used")
     with pytest.raises(ValueError, match="is no folder that can be written to: File exists"):
         run([source], tmp_path / "empty.jsonl")
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from linformers.training import pretrain
+from linformers.training import checkpointing, pretrain
 from linformers.training.monitor import read_metrics
+from linformers.training.trainer import ExactTrainer
 
 from . import small
 
@@ -79,6 +80,38 @@ def test_runs_differ_where_they_should(corpus, straight, tmp_path):
     small.train(small.recipe(corpus, tmp_path, **SETTINGS[0], seed=1))
     with pytest.raises(AssertionError):
         small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+def test_intervals_may_change(corpus, tmp_path, monkeypatch):
+    """Whoever has lost work wants checkpoints more often from then on."""
+    restore = interrupt(monkeypatch, 2)
+    assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
+    restore()
+    assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=2, keep=9, log_every=1)) == 0
+    assert sorted(map(checkpointing.step_of, checkpointing.checkpoints(tmp_path))) == [3, 4, 6, 8, 9]
+    assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
+
+
+def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monkeypatch):
+    """transformers would give each of them the batch of the recipe, and all rows twice to two of them."""
+    original = pretrain.training_arguments
+
+    def with_two_gpus(recipe):
+        arguments = original(recipe)
+        assert arguments.device.type  # which counts them
+        arguments._n_gpu = 2
+        return arguments
+
+    monkeypatch.setattr(pretrain, "training_arguments", with_two_gpus)
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
+    """One that does not see the checkpoints would begin anew, and all would mix gradients of different steps."""
+    monkeypatch.setattr(ExactTrainer, "_of_all_processes", lambda self, tensor: [tensor, torch.tensor(7)])
+    with pytest.raises(ValueError, match=r"the processes see finished models: 0 and 7 in out=.* all machines share"):
+        small.train(small.recipe(corpus, tmp_path))
 
 
 def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What people stumbled over: other data in a folder in use, signals to whole groups, recipes of odd shapes."""
 
+import json
 import os
 import re
 import shutil
@@ -186,6 +187,14 @@ def test_odd_recipes(tmp_path, content, message):
         recipe.read(tmp_path / "r.yaml")
 
 
+def test_a_model_of_no_fields(tmp_path):
+    (tmp_path / "base.yaml").write_text("data: d\nout: o\nsteps: 1\nmodel:\n")
+    (tmp_path / "r.yaml").write_text("base: base.yaml\nmodel:\n  hidden_size: 24\n")
+    assert recipe.read(tmp_path / "r.yaml").model == {"hidden_size": 24}
+    with refused("model=3 must be fields of LinformerConfig"):
+        recipe.read(tmp_path / "r.yaml", ["model=3", "model.hidden_size=16"])
+
+
 def test_damaged_notes(pretrained, corpus, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(pretrained, out)
@@ -205,8 +214,30 @@ def test_numbers_of_predict_and_evaluate(pretrained, corpus):
         inference.predict(pretrained / "model", [], io.StringIO(), best=100_000)
     with refused("rows=0 must be a positive integer"):
         inference.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
-    with refused("a <mask> stands beyond the 32 tokens read"):
-        inference.predict(pretrained / "model", ["the dog " * 50 + "<mask>"], io.StringIO())
+    with refused("mask_share=2 must be"):
+        inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=2)
+    shares = [inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=s) for s in (0.15, 0.5)]
+    assert shares[1]["masked_tokens"] > 2 * shares[0]["masked_tokens"]
+    lines = ["a <mask>", "the dog " * 50 + "<mask>"]
+    with refused("a <mask> stands beyond the 32 tokens read, in one of the lines 1 to 2"):
+        inference.predict(pretrained / "model", lines, io.StringIO())
+
+
+def test_a_wrong_line_costs_no_answers(pretrained):
+    import io
+
+    out = io.StringIO()
+    with refused("line 3 has 0 times '<mask>', expected once"):
+        inference.predict(pretrained / "model", ["a <mask>", "the <mask>", "no mask"], out)
+    assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == ["a <mask>", "the <mask>"]
+
+
+def test_weights_that_were_cut_short(pretrained, tmp_path):
+    own = Path(shutil.copytree(pretrained / "model", tmp_path / "model"))
+    weights = own / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with refused("model.safetensors is damaged or cut short: "):
+        inference.predict(own, ["a <mask>"], sys.stdout)
 
 
 @pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])

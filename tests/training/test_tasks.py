@@ -323,6 +323,13 @@ def test_bad_tables(change, message, tmp_path):
         tasks.load(custom_task(train))
 
 
+def test_half_a_character(tmp_path):
+    """Which json can spell, and UTF-8 cannot."""
+    lines = [json.dumps({"text": f"{i} \ud83d", "label": i % 2}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert all(text.endswith(" ?") for text in tasks.load(custom_task(tmp_path / "a.jsonl")).train.texts)
+
+
 def test_bad_second_file(tmp_path):
     train = write(tmp_path / "train.csv", numbered(300, ("a", "b")))
     test = write(tmp_path / "test.csv", numbered(3, ("a", "b", "c")))

@@ -94,16 +94,18 @@ def test_a_tokenizer_like_berts_ends_documents_with_its_separator(prepared, sour
     own = Path(shutil.copytree(prepared / "tokenizer", tmp_path / "own"))
     settings = json.loads(config.read_text())
     del settings["eos_token"]
+    settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     (own / config.name).write_text(json.dumps(settings))
     run([source], tmp_path / "out", tokenizer=str(own))
     corpus = Corpus.open(tmp_path / "out")
+    assert list(corpus.tokenizer()("a text", "another")) == ["input_ids", "attention_mask"]  # all that is trained with
     assert corpus.tokenizer().eos_token == settings["sep_token"]
     stream = corpus.tokens("train")
     assert stream.read(len(stream) - 1, 1).tolist() == [corpus.tokenizer().eos_token_id]
 
 
 def test_a_slow_tokenizer_is_refused(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: types.SimpleNamespace(is_fast=False))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: types.SimpleNamespace(is_fast=False))
     with pytest.raises(ValueError, match=r"tokenizer='x' has no tokenizer\.json"):
         run([source], tmp_path / "out", tokenizer="x")
 

@@ -57,8 +57,13 @@ def damage(folder: Path) -> str | None:
         return f"{folder} has no {MANIFEST}"
     except ValueError:
         return f"{folder / MANIFEST} is not JSON"
-    if not isinstance(manifest, dict):
+    try:
+        return _difference(folder, manifest)
+    except (AttributeError, KeyError, TypeError):
         return f"{folder / MANIFEST} is no list of files"
+
+
+def _difference(folder: Path, manifest: dict[str, dict[str, Any]]) -> str | None:
     for name, expected in manifest.items():
         path = folder / name
         if not path.is_file():

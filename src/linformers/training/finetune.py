@@ -28,6 +28,7 @@ from .metrics import classification_metrics, f1_of, plus_minus, spread, titles
 from .monitor import Monitor, read_metrics
 from .recipe import COMPILE, PRECISIONS
 from .tasks import TaskData
+from .tokenizer import INPUTS
 from .trainer import MODEL, ExactTrainer, arguments_for_all
 
 # Where a seed that is done keeps its best weights.
@@ -243,7 +244,7 @@ def _whole(folder: Path) -> Path:
 def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
     """A model's tokenizer, whose `model_max_length` is what the model is to read of a text: by default all it can."""
     check_model("model", folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=INPUTS)
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
     if max_length > n:
         raise ValueError(

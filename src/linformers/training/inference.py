@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, pipeline
 from transformers.pipelines.base import PipelineException
 
-from ..checks import check_model, check_size
+from ..checks import check_model, check_probability, check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .batches import collate, encode
@@ -68,7 +68,8 @@ def predict(
         try:
             results = worker(inputs, batch_size=batch_size)
         except PipelineException as error:
-            raise ValueError(f"a {tokenizer.mask_token} stands beyond the {length} tokens read") from error
+            where = f"in one of the lines {count + 1} to {count + len(batch)}"
+            raise ValueError(f"a {tokenizer.mask_token} stands beyond the {length} tokens read, {where}") from error
         if not classifies and len(batch) == 1:  # this pipeline unpacks a list of one
             results = [results]
         for line, result in zip(batch, results, strict=True):
@@ -80,9 +81,12 @@ def predict(
     return count
 
 
-def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batch_size: int = 16) -> dict[str, Any]:
+def perplexity(
+    model: Path, data: Path, console: Console, rows: int = 1024, batch_size: int = 16, mask_share: float = 0.15
+) -> dict[str, Any]:
     """The perplexity of masked words of a corpus's validation set, with the mask that pretraining uses."""
     check_size("rows", rows)
+    check_probability("mask_share", mask_share)
     if purpose(model) != "fill-mask":
         raise ValueError(f"model={str(model)!r} predicts no words: perplexity needs a masked-language model")
     corpus, tokenizer = Corpus.open(data), load_tokenizer(model)
@@ -90,7 +94,7 @@ def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batc
         raise ValueError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
     corpus.verify()
     network = _loaded(LinformerForMaskedLM, model)
-    dataset = validation_rows(corpus, tokenizer, tokenizer.model_max_length, rows)
+    dataset = validation_rows(corpus, tokenizer, tokenizer.model_max_length, rows, mask_share)
     total, count = 0.0, 0
     loader: DataLoader[Any] = DataLoader(dataset, batch_size, collate_fn=as_it_is)
     for batch in track(loader, "rows", console=console):
@@ -98,7 +102,8 @@ def perplexity(model: Path, data: Path, console: Console, rows: int = 1024, batc
             loss = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}).loss
         labelled = int((batch["labels"] != IGNORED).sum())
         total, count = total + loss.item() * labelled, count + labelled
-    return {"perplexity": math.exp(total / count), "rows": len(dataset), "masked_tokens": count}
+    result = {"perplexity": math.exp(total / count), "rows": len(dataset), "masked_tokens": count}
+    return {**result, "mask_share": mask_share}
 
 
 def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -> dict[str, Any]:
@@ -163,11 +168,17 @@ def _checked(lines: Iterable[str], pairs: bool, mask: str | None) -> Iterator[st
 
 
 def _batches(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    """So many lines at a time; those before a wrong one, too, before its error."""
     batch: list[str] = []
-    for line in lines:
-        batch.append(line)
-        if len(batch) == size:
+    try:
+        for line in lines:
+            batch.append(line)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except ValueError:
+        if batch:
             yield batch
-            batch = []
+        raise
     if batch:
         yield batch

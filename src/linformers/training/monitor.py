@@ -71,6 +71,7 @@ class Monitor(TrainerCallback):
 
         self.trainer.add_callback(self)
         resume = checkpointing.newest_whole(self.run, warn)
+        self.trainer.same_for_all("checkpoints of steps", 0 if resume is None else checkpointing.step_of(resume))
         if resume is not None:
             self._say(f"going on from step {checkpointing.step_of(resume)}")
         if self.active and self.console.is_terminal:

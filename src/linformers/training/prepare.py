@@ -17,6 +17,7 @@ from rich.progress import DownloadColumn, TextColumn
 from ..checks import check_size, make_folder
 from ..progress import progress
 from . import sources as files
+from .checkpointing import locked
 from .corpus import (
     FORMAT,
     MANIFEST,
@@ -86,8 +87,7 @@ def prepare(
     training = _without(held_out, [_Source(name, "train") for name in _find(sources)], console)
     if not training:
         raise ValueError(f"sources={list(sources)} leave nothing to train on; name files, folders or hub datasets")
-    if (out / MANIFEST).exists():
-        raise ValueError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+    _refuse_corpus(out)
     share = 0.0 if held_out else validation_share
     # All of the training text comes first: nobody should wait for it to hear this.
     if held_out and not any(next(source.texts(text_column), "") for source in held_out):
@@ -102,48 +102,52 @@ def prepare(
     taken = None if tokenizer is None else load_tokenizer(tokenizer)
 
     make_folder("out", out)
-    clear_unfinished(out)
-    if taken is None:
-        with progress(console, None, RATE) as bars:
-            task = bars.add_task("tokenizer", total=tokenizer_documents, rate="documents")
-            sample = _sample(training, text_column, share, tokenizer_documents, lambda: bars.advance(task))
-            taken = train_tokenizer(sample, vocab_size)
-            bars.update(task, total=bars.tasks[task].completed)
-    taken.save_pretrained(out / TOKENIZER)
-    vocabulary = max(taken.get_vocab().values()) + 1
-    dtype = token_dtype(vocabulary)
+    with locked(out):
+        _refuse_corpus(out)  # one that another process has made meanwhile
+        clear_unfinished(out)
+        if taken is None:
+            with progress(console, None, RATE) as bars:
+                task = bars.add_task("tokenizer", total=tokenizer_documents, rate="documents")
+                sample = _sample(training, text_column, share, tokenizer_documents, lambda: bars.advance(task))
+                taken = train_tokenizer(sample, vocab_size)
+                bars.update(task, total=bars.tasks[task].completed)
+        taken.save_pretrained(out / TOKENIZER)
+        vocabulary = max(taken.get_vocab().values()) + 1
+        dtype = token_dtype(vocabulary)
 
-    began = time.perf_counter()
-    with ExitStack() as stack:
-        writers = {s: stack.enter_context(ShardWriter(out, s, dtype, shard_tokens)) for s in ("train", "validation")}
-        bars = stack.enter_context(progress(console, DownloadColumn(), RATE))
-        task = bars.add_task("tokens", total=size, rate="")
-        documents = _documents(everything, text_column, share, lambda done: bars.update(task, completed=done))
-        setting = (str(out / TOKENIZER / "tokenizer.json"), int(taken.eos_token_id), dtype)
-        encoded = stack.enter_context(closing(encode_all(_batches(documents), setting, workers)))
-        for batch, ids in encoded:
-            writers[batch.split].write(ids, documents=sum(batch.ends))
-            tokens = sum(writer.summary["tokens"] for writer in writers.values())
-            rate = tokens / (time.perf_counter() - began)
-            bars.update(task, rate=f"{rate:,.0f} tokens a second")
-    splits = {name: writer.summary for name, writer in writers.items()}
-    if splits["train"]["documents"] == 0:
-        cause = (
-            f"validation_share={share} leaves none; name files to hold out with --validation instead"
-            if share
-            else "the sources hold none"
-        )
-        raise ValueError(f"there is no text to train on: {cause}")
-    manifest: Manifest = {
-        "format": FORMAT,
-        "dtype": dtype.name,
-        "vocab_size": vocabulary,
-        "tokenizer": tokenizer_hash(out / TOKENIZER),
-        "eos_token_id": int(taken.eos_token_id),
-        "sources": list(sources),
-        "splits": splits,
-    }
-    write_manifest(out, manifest)
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            writers = {
+                s: stack.enter_context(ShardWriter(out, s, dtype, shard_tokens)) for s in ("train", "validation")
+            }
+            bars = stack.enter_context(progress(console, DownloadColumn(), RATE))
+            task = bars.add_task("tokens", total=size, rate="")
+            documents = _documents(everything, text_column, share, lambda done: bars.update(task, completed=done))
+            setting = (str(out / TOKENIZER / "tokenizer.json"), int(taken.eos_token_id), dtype)
+            encoded = stack.enter_context(closing(encode_all(_batches(documents), setting, workers)))
+            for batch, ids in encoded:
+                writers[batch.split].write(ids, documents=sum(batch.ends))
+                tokens = sum(writer.summary["tokens"] for writer in writers.values())
+                rate = tokens / (time.perf_counter() - began)
+                bars.update(task, rate=f"{rate:,.0f} tokens a second")
+        splits = {name: writer.summary for name, writer in writers.items()}
+        if splits["train"]["documents"] == 0:
+            cause = (
+                f"validation_share={share} leaves none; name files to hold out with --validation instead"
+                if share
+                else "the sources hold none"
+            )
+            raise ValueError(f"there is no text to train on: {cause}")
+        manifest: Manifest = {
+            "format": FORMAT,
+            "dtype": dtype.name,
+            "vocab_size": vocabulary,
+            "tokenizer": tokenizer_hash(out / TOKENIZER),
+            "eos_token_id": int(taken.eos_token_id),
+            "sources": list(sources),
+            "splits": splits,
+        }
+        write_manifest(out, manifest)
     for name, split in splits.items():
         counts = f"{split['documents']:,} documents, {split['tokens']:,} tokens, {len(split['shards']):,} shards"
         console.print(f"{name}: {counts}", highlight=False)
@@ -157,6 +161,11 @@ def prepare(
     console.print(f"The vocabulary has {vocabulary:,} tokens", highlight=False)
     console.print(f"Written to {out} at {rate:,.0f} tokens a second", highlight=False, markup=False)
     return manifest
+
+
+def _refuse_corpus(out: Path) -> None:
+    if (out / MANIFEST).exists():
+        raise ValueError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
 
 
 @dataclass(frozen=True)
@@ -175,8 +184,7 @@ class _Source:
             found = files.documents(self.name, text_column, on_read)
         else:
             found = _hub_documents(self.name, self.split, text_column)
-        for text in found:
-            yield text.encode("utf-8", "replace").decode()  # json can spell half a character, which has no UTF-8
+        yield from found
 
 
 def _find(names: Sequence[str]) -> list[Path | str]:

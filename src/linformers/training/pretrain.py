@@ -77,7 +77,7 @@ def _train(
         _claim(out, recipe, corpus)
         checkpointing.remove_unfinished(out)
     trainer.accelerator.wait_for_everyone()
-    if (out / "model").exists():
+    if trainer.same_for_all("finished models:", int((out / "model").exists())):
         console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
         return 0
 
@@ -86,6 +86,8 @@ def _train(
             f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
         )
         console.print(warning, style="yellow", highlight=False)
+    if (gpus := torch.cuda.device_count()) > 1 and arguments.world_size == 1:
+        console.print(f"1 of {gpus} GPUs is used; torchrun --nproc_per_node={gpus} -m linformers … takes all of them")
     n = trainer.model.config.max_position_embeddings
     flops = flops_per_token(trainer.model.config, recipe.mask_share)
     monitor = Monitor(

@@ -169,7 +169,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
         section, _, key = name.partition(".")
         if key:
             _check_name(section, ["model"])
-            values["model"] = {**(values.get("model") or {}), key: value}
+            values["model"] = {**_fields(values), key: value}
         else:
             values[name] = value
     return make(values, str(path))
@@ -222,9 +222,15 @@ def _load(path: Path, depth: int = 0) -> dict[str, Any]:
     if not isinstance(base, str) or depth > 8:
         raise ValueError(f"{path} has base={base!r}, expected the name of another recipe")
     inherited = _load(path.parent / base, depth + 1)
-    if not isinstance(values.get("model") or {}, dict):
-        raise ValueError(f"model={values['model']!r} must be fields of LinformerConfig, such as projected_length: 128")
-    return {**inherited, **values, "model": {**inherited.get("model", {}), **(values.get("model") or {})}}
+    return {**inherited, **values, "model": {**_fields(inherited), **_fields(values)}}
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's, of which a recipe need not have any."""
+    fields = values.get("model") or {}
+    if not isinstance(fields, dict):
+        raise ValueError(f"model={fields!r} must be fields of LinformerConfig, such as projected_length: 128")
+    return fields
 
 
 def _numbers(value: Any) -> Any:

@@ -148,7 +148,12 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
         raise ValueError(f"{path}, line {number}, is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{path}, line {number}, is no JSON object")
-    return row
+    return {name: _whole(value) if isinstance(value, str) else value for name, value in row.items()}
+
+
+def _whole(text: str) -> str:
+    """A text that can be written: json can spell half a character, which has no UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[str]:

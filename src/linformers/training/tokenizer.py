@@ -17,6 +17,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+# What a Linformer is given. BERT's tokenizers would add types of tokens, which these models are not trained with.
+INPUTS = ["input_ids", "attention_mask"]
+
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer (Sennrich et al., 2016; Radford et al., 2019) with RoBERTa's special tokens."""
@@ -45,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         pad_token="<pad>",
         unk_token="<unk>",
         mask_token=mask,
-        model_input_names=["input_ids", "attention_mask"],
+        model_input_names=INPUTS,
     )
 
 
@@ -67,7 +70,7 @@ def _aside(work: Callable[[], None]) -> None:
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a folder or the hub, with what masked-language modelling on packed text needs."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=INPUTS)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None

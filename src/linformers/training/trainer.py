@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
@@ -45,8 +45,10 @@ class ExactTrainer(Trainer):
     The optimiser must be one of torch's fused ones (`optim="adamw_torch_fused"`).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: nn.Module, args: TrainingArguments, **kwargs: Any) -> None:
+        if args.n_gpu > 1:  # transformers would multiply the batch by it
+            args._n_gpu = 1
+        super().__init__(model, args, **kwargs)
         assert self.args.optim == "adamw_torch_fused", (
             "the update is called off on the device, which only fused ones can"
         )
@@ -137,6 +139,16 @@ class ExactTrainer(Trainer):
                 seen.add(id(tensor))
                 weights[name] = tensor
         return weights
+
+    def same_for_all(self, what: str, number: int) -> int:
+        """A number that every process has read from the run's folder, if it is the same."""
+        numbers = {int(own) for own in self._of_all_processes(torch.tensor(number))}
+        if len(numbers) > 1:
+            raise ValueError(
+                f"the processes see {what} {' and '.join(map(str, sorted(numbers)))} in out={self.args.output_dir!r}; "
+                "it must be a folder that all machines share"
+            )
+        return number
 
     def _of_all_processes(self, tensor: Tensor) -> list[Tensor]:
         if self.args.world_size == 1:
@@ -303,6 +315,7 @@ class _Signals(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.restore_loss()
+        state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals that it was made with
         for number in (signal.SIGTERM, signal.SIGINT):
             self.before[number] = signal.signal(number, self.receive)
 
