@@ -334,6 +334,12 @@ def test_other_windows_are_asked_for_with_the_projection(tmp_path):
         LinformerModel.from_pretrained(tmp_path, projection="identity")
 
 
+def test_checkpoint_of_other_heads(tmp_path):
+    LinformerModel(modes.config()).save_pretrained(tmp_path)
+    with refused("the checkpoint has num_attention_heads=4, of which its weights are made; num_attention_heads=2"):
+        LinformerModel.from_pretrained(tmp_path, num_attention_heads=2)
+
+
 def test_checkpoint_of_another_length(tmp_path):
     model = LinformerForMaskedLM(modes.config())
     model.save_pretrained(tmp_path)

@@ -45,6 +45,15 @@ def test_bench(tmp_path):
         assert text in page
 
 
+@pytest.mark.parametrize("options", [["--projection", "conv", "--models", "linformer"], ["--models", "twin"]])
+def test_no_heads_of_different_k_where_there_are_none(options, tmp_path):
+    arguments = ["--lengths", "32,64", "--projected", "4,8", "--tokens", "64", "--layers", "2", "--hidden", "64"]
+    result = CliRunner().invoke(app, ["bench", *arguments, *options, "--out", str(tmp_path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    record = json.loads((tmp_path / "efficiency.json").read_text())
+    assert (len(record["lengths"]), record["projected_lengths"]) == (4 if "linformer" in options else 2, [])
+
+
 def test_running_out_of_memory_is_an_entry(monkeypatch, tmp_path):
     build = Contender.build
 
@@ -478,8 +487,13 @@ def test_largest_batch(monkeypatch):
     assert 85 <= measure.largest_batch(run, batch=10, peak_bytes=100) <= 90
     assert tried[0] == 100
     assert not limits
-    assert measure.largest_batch(run, batch=10, peak_bytes=100, memory=500) == 50
+    assert 88 <= measure.largest_batch(run, batch=10, peak_bytes=250) <= 90  # 40 were reckoned
+    tried.clear()
+    assert measure.largest_batch(run, batch=10, peak_bytes=None) >= 88
+    assert len(tried) < 20
+    measure.largest_batch(run, batch=10, peak_bytes=100, memory=500)
     assert limits == [0.7, 1.0]
+    assert measure.largest_batch(lambda batch: run(89 + batch), batch=1, peak_bytes=None) == 1
     assert measure.largest_batch(lambda batch: run(100), batch=10, peak_bytes=100) == 0
 
 

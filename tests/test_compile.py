@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from linformers import LinformerForMaskedLM
+from linformers import (
+    LinformerForMaskedLM,
+    LinformerForQuestionAnswering,
+    LinformerForSequenceClassification,
+    LinformerForTokenClassification,
+)
 
 from . import modes
 
@@ -111,6 +116,27 @@ def test_export(mode, masked):
     for batch, length in SIZES:
         inputs = inputs_of(batch, length, masked)
         torch.testing.assert_close(program(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)
+
+
+HEADS = [LinformerForSequenceClassification, LinformerForTokenClassification, LinformerForQuestionAnswering]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.__name__)
+def test_heads(head):
+    """Two graphs for all sizes, and one that is exported."""
+    torch._dynamo.reset()
+    model, counter = modes.randomised(head(modes.config())), CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    example = inputs_of(3, 6)
+    exported = torch.export.export(model, (), example, dynamic_shapes=dynamic(example)).module()
+    for batch, length in [(3, 6), *SIZES]:
+        inputs = inputs_of(batch, length)
+        with torch.no_grad():
+            expected = model(**inputs)[0]
+            torch.testing.assert_close(exported(**inputs)[0], expected, rtol=0, atol=1e-5)
+            if batch > 1 and length > 1:  # a size of 1 is a graph of its own
+                torch.testing.assert_close(compiled(**inputs)[0], expected, rtol=0, atol=1e-5)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no-mask"])

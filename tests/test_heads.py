@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 
 from linformers import (
     LinformerForMaskedLM,
@@ -55,6 +56,41 @@ def test_loss_of_several_classes_at_once():
     outputs = model(ids, labels=labels)
     p = outputs.logits.sigmoid()
     torch.testing.assert_close(outputs.loss, -torch.where(labels == 1, p, 1 - p).log().mean())
+
+
+def test_loss_of_several_values_at_once():
+    fields = {"num_labels": 3, "problem_type": "regression"}
+    model, ids = model_of(LinformerForSequenceClassification, **fields), torch.randint(31, (3, 8))
+    values = torch.randn(3, 3)
+    outputs = model(ids, labels=values)
+    torch.testing.assert_close(outputs.loss, ((outputs.logits - values) ** 2).mean())
+    with pytest.raises(ValueError, match=r"labels has shape \(3,\), expected \(3, 3\)"):
+        model(ids, labels=values[0])
+    model(ids, labels=torch.ones(3, 3, dtype=torch.long))
+
+
+def test_loss_of_one_class_that_may_be():
+    fields = {"num_labels": 1, "problem_type": "multi_label_classification"}
+    model, ids = model_of(LinformerForSequenceClassification, **fields), torch.randint(31, (2, 8))
+    labels = torch.tensor([[1], [0]])
+    outputs = model(ids, labels=labels)
+    p = outputs.logits.sigmoid()
+    torch.testing.assert_close(outputs.loss, -torch.where(labels == 1, p, 1 - p).log().mean())
+
+
+@pytest.mark.parametrize("model_class", [LinformerModel, LinformerForMaskedLM, LinformerForSequenceClassification])
+def test_layers_on_several_devices(model_class):
+    """As accelerate spreads them: what a layer is given is moved to it, and nothing is moved back."""
+    model = model_class(modes.config(sparse_prediction=False))
+    last = model.base_model.layers[-1]
+    for part in model.children() if model.base_model is not model else []:
+        if part is not model.base_model:
+            part.to("meta")
+    last.to("meta").register_forward_pre_hook(
+        lambda layer, args, kwargs: send_to_device((args, kwargs), "meta"), with_kwargs=True
+    )
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
+    assert model(torch.randint(31, (2, 4)), mask)[0].device.type == "meta"
 
 
 def test_loss_of_a_span():

@@ -117,6 +117,12 @@ def test_bfloat16_model_stays_bfloat16():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_window_alone():
+    model = trained(projection="none", local_window=3, projection_scale=0.5)
+    model.resize_length(24)
+    assert (model.config.max_position_embeddings, model.config.projection_scale) == (24, 0.5)
+
+
 def test_frozen_weights_stay_frozen():
     model = trained(sharing="headwise")
     model.linformer.projections[0].requires_grad_(False)

@@ -54,9 +54,9 @@ def did_you_mean(name: str | None) -> str:
 
 
 def whole_numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
-    """The numbers of an argument such as “512,1024”."""
+    """The numbers of an argument such as “512,1024”, each once."""
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:

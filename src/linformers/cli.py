@@ -426,7 +426,7 @@ def _command() -> str:
 
 def _fractions(name: str, text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        return list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise ValueError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None
 

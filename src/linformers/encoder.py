@@ -226,7 +226,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         n, new_n = old.max_position_embeddings, new.max_position_embeddings
         if (n, old.projected_lengths) == (new_n, new.projected_lengths):
             return
-        if new.projection_scale is not None:  # s stays in proportion to the entries of E₀
+        if new.projection_scale is not None and new.projection not in FIXED_LENGTHS:
+            # s stays in proportion to the entries of E₀.
             new.projection_scale *= (new.largest_projected_length / new_n) / (old.largest_projected_length / n)
         ratios_hold = all(
             k * new_n == new_k * n

@@ -80,7 +80,7 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         hidden_states = outputs.last_hidden_state
         if labels is not None:
-            labels = class_numbers("labels", labels, hidden_states.shape[:2])
+            labels = class_numbers("labels", labels, hidden_states.shape[:2]).to(hidden_states.device)
         if labels is not None and self.config.sparse_prediction:
             labelled = (labels != IGNORED).flatten().nonzero().squeeze(1)
             hidden_states, labels = hidden_states.flatten(0, 1)[labelled], labels.flatten()[labelled]
@@ -131,7 +131,8 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         """Score the labels of each text; see `LinformerModel.forward` for the arguments not named here.
 
         Args:
-            labels: (b,) class numbers, or values where `config.num_labels` is 1, or (b, labels) for several at once.
+            labels: (b,) class numbers, or values where `config.num_labels` is 1, or (b, labels) for several at once:
+                values under `config.problem_type="regression"`, else 0 or 1 for each.
         """
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         logits = self.classifier(first_real_token(outputs.last_hidden_state, attention_mask))
@@ -147,14 +148,16 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
     def _checked(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Class numbers (b,), values (b,) where there is one label, or (b, labels) floats for several at once."""
         batch, count = logits.shape
-        several = self.config.problem_type == "multi_label_classification"
-        if isinstance(labels, Tensor) and labels.dim() == 2 and count > 1 and (several or labels.is_floating_point()):
+        kind = self.config.problem_type
+        two_dims = isinstance(labels, Tensor) and labels.dim() == 2
+        several = kind == "multi_label_classification" or (kind == "regression" and count > 1)
+        if several or (kind is None and count > 1 and two_dims and labels.is_floating_point()):
             check_shape("labels", labels, (batch, count))
             return labels.to(logits.dtype)
-        if isinstance(labels, Tensor) and labels.dim() == 2:
+        if two_dims:
             check_shape("labels", labels, (batch, 1))
             labels = labels.squeeze(1)
-        if count == 1 or self.config.problem_type == "regression":
+        if count == 1:
             check_shape("labels", labels, (batch,))
             return labels
         return class_numbers("labels", labels, (batch,))
@@ -275,8 +278,8 @@ def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
     """The hidden state (b, d) of the first real token of each row, wherever its padding stands."""
     if mask is None:
         return hidden_states[:, 0]
-    first = mask.bool().int().argmax(1)  # (b,)
-    return hidden_states.take_along_dim(first[:, None, None], dim=1).squeeze(1)
+    first = mask.bool().int().argmax(1).to(hidden_states.device)  # (b,)
+    return hidden_states.gather(1, first[:, None, None].expand(-1, 1, hidden_states.shape[2])).squeeze(1)
 
 
 def register() -> None:

@@ -47,6 +47,11 @@ def asked_config(saved: LinformerConfig, kwargs: dict[str, Any], where: dict[str
 def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> None:
     """Refuse a config under which the weights of a checkpoint do not fit, or would mean something else."""
     n, k = asked.max_position_embeddings, asked.projected_length
+    if saved.num_attention_heads != asked.num_attention_heads:
+        raise ValueError(
+            f"the checkpoint has num_attention_heads={saved.num_attention_heads}, of which its weights are made; "
+            f"num_attention_heads={asked.num_attention_heads} would read them in another way"
+        )
     # Layers that only one of them has are left out, or start anew.
     lengths = zip(saved.projected_lengths, asked.projected_lengths, strict=False)
     if saved.max_position_embeddings != n or (

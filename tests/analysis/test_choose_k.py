@@ -68,15 +68,16 @@ def test_a_budget_is_used_and_kept(sharing):
 
 
 def test_variants_cost_the_same():
-    found = variants([64, 128, 32, 16])
+    found = variants([64, 128, 32, 16], 512)
     assert found == {
         "uniform": [64] * 4,
         "chosen": [64, 128, 32, 16],
         "decreasing": [128, 64, 32, 16],
         "increasing": [16, 32, 64, 128],
     }
-    assert list(variants([[8, 16], [8, 8]])) == ["uniform", "chosen"]
-    assert list(variants([64, 32])) == ["uniform", "chosen", "increasing"]  # it decreases by itself
+    assert list(variants([[8, 16], [8, 8]], 512)) == ["uniform", "chosen"]
+    assert list(variants([64, 32], 512)) == ["uniform", "chosen", "increasing"]  # it decreases by itself
+    assert variants([508, 510], 510)["uniform"] == [510, 510]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,13 @@ def test_command(options, folder, text, tmp_path):
         trained = read(ROOT / "recipes" / "small" / f"{name}.yaml", shlex.split(line)[3:]).config(vocab_size=100)
         for field in ("projection", "projected_length", "sharing", "projection_scale", "max_position_embeddings"):
             assert getattr(trained, field) == getattr(config, field)
+
+
+def test_costs_know_no_special_tokens():
+    """Whose numbers may be beyond the few words of a benchmark."""
+    fields = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    (cell,) = choose_k.costs({"chosen": [8]}, {**fields, "pad_token_id": 5000, "vocab_size": 6000}, 16)
+    assert cell.seconds > 0
 
 
 def test_a_config_is_not_replaced_by_another(folder, text, tmp_path):

@@ -27,6 +27,7 @@ from linformers.analysis.linear_attention import Construction, proved_k, stated_
 from linformers.analysis.qkv import Head, generator, random_head
 from linformers.analysis.theorem_tables import SOFTMAX, pick, rate
 from linformers.analysis.theorems import RandomLowRank, theorem_1, theorem_1_k, wilson
+from linformers.checks import whole_numbers
 from linformers.cli import app
 
 KEPT = Path(__file__).parents[2] / "results" / "theorems"
@@ -381,6 +382,14 @@ def test_the_figure_tells_what_is_to_be_beaten_apart_and_shows_its_lengths(monke
     plots.plt.close(figures[0])
 
 
+def test_a_length_that_is_named_twice():
+    settings = theorem_report.Settings(lengths=[16, 32], far=[32, 48], dims=[4], draws=12, steps=2, projected=[8])
+    records = theorem_report.explore(settings).records
+    assert {each.n for each in records} == {16, 32, 48}
+    assert len(pick(records, f"{SOFTMAX}, stated", "|s||V|", n=32, d=4, epsilon=0.5, inputs="random")) == 1
+    assert whole_numbers("lengths", "128,128,64") == [128, 64]
+
+
 def test_one_seed_one_result():
     settings = theorem_report.quick(theorem_report.Settings(lengths=[16], dims=[4], draws=12))
     first, again, other = (theorem_report.explore(replace(settings, seed=seed)) for seed in (3, 3, 4))
@@ -396,6 +405,7 @@ def test_one_seed_one_result():
         (["--model", "somewhere"], "text is missing: model was given"),
         (["--dims", "1"], "dims=1 and lengths=16 must be at least 2"),
         (["--draws", "0"], "draws=0 must be a positive integer"),
+        (["--lengths", "4", "--dims", "2"], "n=4 is too short to fit E and F at k=8"),
     ],
 )
 def test_mistakes_end_in_a_sentence(arguments, message, tmp_path):

@@ -114,9 +114,9 @@ def within_budget(energy: np.ndarray, budget: int, *, per: str, sharing: str) ->
     return affordable[-1]
 
 
-def variants(chosen: Lengths) -> dict[str, Lengths]:
+def variants(chosen: Lengths, n: int) -> dict[str, Lengths]:
     """The choice beside others of the same cost: uniform, and the same numbers falling or rising with the layer."""
-    uniform = max(1, round(float(np.mean(chosen)) / STEP)) * STEP
+    uniform = min(n, max(1, round(float(np.mean(chosen)) / STEP)) * STEP)
     found: dict[str, Lengths] = {"uniform": [uniform] * len(chosen), "chosen": chosen}
     if not isinstance(chosen[0], list):
         found |= {"decreasing": sorted(chosen, reverse=True), "increasing": sorted(chosen)}
@@ -142,7 +142,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Len
     else:
         assert settings.budget is not None
         chosen, share = within_budget(spectrum.energy, settings.budget, **how)
-    found = variants(chosen)
+    found = variants(chosen, settings.spectrum.length)
     fields = model_fields(model.config, tokenizer)
     chosen_config = config(fields, chosen, settings)
     refuse_other(out / "config.json", chosen_config)
@@ -232,7 +232,8 @@ def costs(found: dict[str, Lengths], fields: dict[str, Any], n: int) -> list[Cel
     batch = max(1, tokens // n)
     ids = torch.randint(5, 100, (batch, n), device=device)
     runs = {}
-    sizes = {name: value for name, value in fields.items() if name != "vocab_size"}
+    # A benchmark has few words, of which none is special.
+    sizes = {name: own for name, own in fields.items() if name != "vocab_size" and not name.endswith("_token_id")}
     for name, lengths in found.items():
         contender = Contender(name, None, {**sizes, "projected_length": lengths})
         runs[name] = make_run(contender.build(n, device, dtype), ids, "inference")

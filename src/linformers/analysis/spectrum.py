@@ -213,7 +213,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for key, weight in model.state_dict().items():
         digest.update(key.encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data if weight.numel() else b"")
+        digest.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().data if weight.numel() else b"")
     return digest.hexdigest()
 
 

@@ -201,6 +201,8 @@ def _jobs(
     fit_length = min(settings.fit_length, longest)
     if passages is not None:
         fit_length = min(fit_length, passages.longest)
+    if fit_length < (k := min(settings.projected)):
+        raise ValueError(f"n={fit_length} is too short to fit E and F at k={k}; take longer lengths, or a longer text")
     swept = {fit_length, longest}
 
     def drawn(n: int, d: int, which: int = 0, mean: float = 0.0) -> Head:
@@ -211,7 +213,7 @@ def _jobs(
         for d, mean in (*((d, 0.0) for d in settings.dims), (max(settings.dims), SHIFT)):
             work = partial(_test, settings, partial(drawn, n, d, mean=mean), deltas, found)
             yield 1 + (n / 4096) ** 2 + n / 2048 + len(deltas), f"random, n={n}, d={d}", work
-    for n in settings.far:
+    for n in [n for n in settings.far if n not in settings.lengths]:
         yield n / 20000, f"random, n={n}", partial(_test_far, settings, partial(drawn, n, max(settings.dims)), found)
     fitted = 1.0 * len(settings.projected)
     d = min(settings.dims)

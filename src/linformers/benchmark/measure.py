@@ -200,10 +200,11 @@ def joules_by(read: Callable[[], int], run: Run, seconds: float, at_least: float
 
 
 def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int | None, memory: int | None = None) -> int:
-    """The most sequences that go through at once: reckoned from what `batch` of them take, then tried.
+    """The most sequences that go through at once, to 3%: reckoned from what `batch` of them take, then tried.
 
-    Where that is unknown, it is because `batch` of them did not fit, and the search begins there.
-    All of the GPU's memory may be used, or `memory` bytes. 0 if not even one sequence fits.
+    Where that is unknown, it is because `batch` of them did not fit, and the search begins there. Where more fit than
+    was reckoned, since large batches are computed in parts, more are tried. All of the GPU's memory may be used, or
+    `memory` bytes. 0 if not even one sequence fits.
     """
     release()
     free, whole = torch.cuda.mem_get_info()
@@ -211,19 +212,33 @@ def largest_batch(run: Callable[[int], Any], batch: int, peak_bytes: int | None,
         # Other tensors of this process stay where they are: what a run may take comes on top of them.
         torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + memory) / whole))
         free = min(free, memory)
-    guess = batch if peak_bytes is None else max(1, int(batch * free / max(1, peak_bytes)))
-    while guess > 0:
+
+    def fits(count: int) -> bool:
         try:
             with memory_errors():
-                run(guess)
+                run(count)
                 torch.cuda.synchronize()
-            break
         except OutOfMemoryError:
+            return False
+        return True
+
+    most, too_many = 0, None
+    guess = batch if peak_bytes is None else max(1, int(batch * free / max(1, peak_bytes)))
+    while guess > most and guess != too_many:
+        if fits(guess):
+            most = guess
+        else:
+            too_many = guess
+        if too_many is None:
+            guess = most + max(1, most // 4)
+        elif most == 0:
             guess = int(guess * 0.97) if guess > 33 else guess - 1
+        else:
+            guess = most if (too_many - most) * 33 <= most else (most + too_many) // 2
     if memory is not None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     release()
-    return guess
+    return most
 
 
 def best_device() -> str:

@@ -131,7 +131,9 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     record |= {**fields, "tokens": settings.tokens, "lengths": [], "projected_lengths": []}
     which: dict[str, Any] = {"compiled": settings.compiled, "models": settings.models, "windows": settings.windows}
     n, k, smaller = max(settings.lengths), max(settings.projected), min(settings.projected)
-    mixed = settings.tokens is not None and smaller < k < n and k % smaller == 0
+    mixed = settings.tokens is not None and smaller < k < n and k % smaller == 0 and "linformer" in settings.models
+    if settings.projection == "conv" and settings.sharing != "none":  # heads that share a kernel have one k
+        mixed = False
     models = (len(contenders(n, settings.projected, **which, **fields)) for n in settings.lengths)
     saving = f"what a smaller k saves at n={n}"
     notes: list[str] = []

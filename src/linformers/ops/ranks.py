@@ -57,4 +57,4 @@ def zero_padding(tokens: Tensor, ranks: Ranks | None) -> Tensor:
 def _take(tokens: Tensor, index: Tensor) -> Tensor:
     if tokens.dim() == 3:
         index = index[..., None].expand(-1, -1, tokens.shape[-1])
-    return tokens.gather(1, index)
+    return tokens.gather(1, index.to(tokens.device))  # another one where layers are spread over several
