@@ -17,6 +17,10 @@ STRIDES = {"Q": "q_b q_h q_n q_d", "K": "k_b k_h k_n k_d", "V": "v_b v_h v_n v_d
 STRIDES |= {"NEAR_K": "nk_b nk_h nk_n nk_d", "NEAR_V": "nv_b nv_h nv_n nv_d", "DOUT": "o_b o_n o_h o_d"}
 
 
+# What the tiles below were chosen for: A100, H100 and H200 have it. RTX cards, A10, L4 and L40S have 99 KiB.
+LARGE_SHARED_MEMORY = 160 * 2**10
+
+
 class Shapes(NamedTuple):
     """All that a launch depends on, but for what its tensors hold."""
 
@@ -59,6 +63,8 @@ class Plan:
         else:
             tile_of = forward_tile if name.startswith("forward") else backward_tile
             tile = tile_of(padded(k) if held else None, channels, shapes.dtype.itemsize)
+        if shared_memory(shapes.device) < LARGE_SHARED_MEMORY:
+            tile = smaller(tile, channels, shapes.dtype.itemsize)
         self.warps = tile.warps
 
         tiles, self.splits = ceil_div(n, tile.queries), 1
@@ -171,6 +177,13 @@ def backward_tile(keys: int | None, channels: int, element_size: int) -> Tile:
     return Tile(64, keys, 4, 3, programs=2)
 
 
+def smaller(tile: Tile, channels: int, element_size: int) -> Tile:
+    """A tile for cards whose programs have less memory; that it fits was seen by compiling, it was timed on none."""
+    if element_size > 2:
+        return tile._replace(queries=16 if channels > 64 else tile.queries)
+    return tile._replace(queries=min(tile.queries, 64), stages=min(tile.stages, 2))
+
+
 @functools.lru_cache(4096)
 def best_splits(tiles: int, programs: int, processors: int, cost: int) -> int:
     """Into how many shares to cut the `tiles` of each of `programs`, so that few processors wait for others.
@@ -205,6 +218,15 @@ def padded(size: int) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes that a program may share between its threads."""
+    if device.type != "cuda":
+        return LARGE_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", LARGE_SHARED_MEMORY)  # AMD's have no such field
 
 
 @functools.cache
