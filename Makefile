@@ -51,4 +51,4 @@ bench: setup
 	$(RUN) linformers bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache

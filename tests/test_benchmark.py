@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -120,6 +121,23 @@ def test_what_cannot_be_made_is_refused_before_measuring():
 def test_a_copy_of_the_code_is_told_its_commit(monkeypatch):
     monkeypatch.setenv("LINFORMERS_COMMIT", "0123abc")
     assert provenance.commit() == "0123abc"
+
+
+def test_a_commit_is_that_of_this_code(monkeypatch, tmp_path):
+    """Neither that of a project which it is installed in, nor needed."""
+    monkeypatch.delenv("LINFORMERS_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "lib" / "provenance.py"))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "provenance.py").touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    assert provenance.commit() is None
+    subprocess.run([*git, "add", "lib"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
+    assert len(provenance.commit()) == 40
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert provenance.commit() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a largest batch")

@@ -28,8 +28,17 @@ def commit() -> str | None:
     """The commit that this code is at, where it is a git checkout; `LINFORMERS_COMMIT` names it for a copy."""
     if named := os.environ.get("LINFORMERS_COMMIT"):
         return named
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    # Installed into somebody's project, the code may stand in a repository that does not know it.
+    return _git("rev-parse", "HEAD") if _git("ls-files", Path(__file__).name) else None
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the folder of this code; `None` where there is no git, or no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     return result.stdout.strip() if result.returncode == 0 else None
 
 

@@ -1,5 +1,6 @@
 """Jobs run once, in order, several at a time; what fails or is stopped is run again."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -68,6 +69,22 @@ def test_what_comes_after_waits(tmp_path):
     second = job(tmp_path, "then", then, after=first)
     assert run([first, second], tmp_path, at_once=4) == 0
     assert Store(tmp_path / "records").find(second)["result"] == {"number": 11}
+
+
+def test_what_measures_time_runs_alone(tmp_path):
+    path = str(tmp_path / "times.txt")
+
+    def timed(name, alone):
+        script = f"import time, pathlib; a = time.time(); time.sleep(0.5); open({path!r}, 'a').write("
+        script += f"f'{name} {{a}} {{time.time()}}\\n'); pathlib.Path({str(tmp_path / name)!r}).write_text('1')"
+        return dataclasses.replace(job(tmp_path, name, script), alone=alone)
+
+    assert run([timed("a", False), timed("b", True), timed("c", False), timed("d", False)], tmp_path, at_once=3) == 0
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    spans = {name: (float(begin), float(end)) for name, begin, end in lines}
+    begin, end = spans.pop("b")
+    assert all(other_end <= begin or other_begin >= end for other_begin, other_end in spans.values())
+    assert spans["c"][0] < spans["d"][1]
 
 
 def test_what_was_left_behind_and_is_gone_is_made_again(tmp_path):

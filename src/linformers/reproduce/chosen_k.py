@@ -45,6 +45,7 @@ def choosing(place: Place, twin: Job) -> Job:
         collect=lambda: without_origin(json.loads((out / "choose-k.json").read_text())),
         steps=(1, lambda: int((out / "choose-k.json").exists())),
         after=(twin, model.exists),
+        alone=True,
     )
 
 

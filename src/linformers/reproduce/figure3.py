@@ -139,7 +139,13 @@ def verdict(holds: bool) -> str:
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """The figure in words."""
-    lines = ["Validation perplexity after the last step, for each panel of the figure:", ""]
+    lines = [
+        "Validation perplexity after the last step, for each panel of the figure. One seed each; how far seeds differ "
+        "stands in the section that compares a Linformer with its twin at equal steps. E learns at the common rate "
+        "where all layers share it and n = 512, at 1.2·k/n of it where they share it and n is larger, and else at 0.03 "
+        "of it; so panel c compares ways of sharing, each at a rate that suits it.",
+        "",
+    ]
     for name, panel in record["panels"].items():
         values, labels = ends(record, name), list(panel["curves"])
         cells = [f"{values[label]:.1f}" if label in values else "missing" for label in labels]

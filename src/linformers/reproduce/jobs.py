@@ -39,6 +39,7 @@ class Job:
         collect: reads the result when the command is done.
         steps: how many there are, and how many are done.
         after: the job without which it cannot start, and whether what that leaves behind is there.
+        alone: whether nothing may run beside it, since it measures time.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Job:
     collect: Callable[[], dict[str, Any]]
     steps: tuple[int, Callable[[], int]]
     after: tuple[Job, Callable[[], bool]] | None = None
+    alone: bool = False
 
     @cached_property
     def key(self) -> str:
@@ -193,7 +195,9 @@ class Runner:
             self.left.remove(job)
             self.failed.append(job.name)
         ready = [job for job in self.left if _may_start(job, self.left, self.running)]
-        for job in ready[: max(0, self.at_once - len(self.running))]:
+        for job in ready:
+            if len(self.running) >= (1 if job.alone else self.at_once) or any(own.job.alone for own in self.running):
+                break  # what comes next waits, too: otherwise, a job that wants to be alone might never be
             self.left.remove(job)
             self.running.append(Process(job, self.logs / f"{job.name}.log"))
             self.bars.start_task(self.tasks[job.name])

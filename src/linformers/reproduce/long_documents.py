@@ -66,7 +66,8 @@ def jobs(place: Place, console: Console) -> list[Job]:
         if not (start / "config.json").exists():
             save_untrained(start, own)
         settings = TINY if place.small else SETTINGS
-        found.append(finetuning(place, run_name(name), start, imdb, settings, own.to_diff_dict()))
+        identity = {field: value for field, value in own.to_diff_dict().items() if field != "transformers_version"}
+        found.append(finetuning(place, run_name(name), start, imdb, settings, identity))
     return found
 
 
@@ -84,6 +85,7 @@ def speed(place: Place) -> Job:
         decides=options,
         collect=lambda: {"cells": json.loads((out / "efficiency.json").read_text())["lengths"]},
         steps=(1, lambda: int((out / "efficiency.json").exists())),
+        alone=True,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,9 +107,9 @@ def run(
     if "table3" in wanted and not table3.folders(place):
         table3.settings(place)  # refuses what would otherwise fail after hours
     code = 0
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if trained:
         make_folder("runs", place.runs)
-        deadline = None if minutes is None else time.monotonic() + 60 * minutes
         known: set[str] = set()
         while code == 0:  # what is done may make new jobs known
             every = [job for name in trained for job in TRAINED[name].jobs(place, console)]
@@ -118,7 +119,7 @@ def run(
             known |= {job.name for job in new}
             code = jobs.run(new, place.store, place.runs / "logs", console, at_once=at_once, deadline=deadline)
     for name, section in SECTIONS.items():
-        to_measure = name in wanted and name in MEASURED and code <= 1
+        to_measure = name in wanted and name in MEASURED and code <= 1 and time.monotonic() < deadline
         record = section.measure(place, console) if to_measure else section.collect(place)
         if record["runs"]:
             _write(name, record, place)
