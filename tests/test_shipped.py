@@ -97,7 +97,9 @@ def test_fills_masks_far_better_than_chance(model, tokenizer):
 
 def test_auto_classes_and_pipelines_load_it(tokenizer):
     folder = linformers.pretrained()
-    assert isinstance(AutoModelForMaskedLM.from_pretrained(folder), linformers.LinformerForMaskedLM)
+    loaded = AutoModelForMaskedLM.from_pretrained(folder)
+    assert isinstance(loaded, linformers.LinformerForMaskedLM)
+    assert loaded.dtype == torch.float32  # to be trained: most updates are too small for bfloat16
     (best, *_) = pipeline("fill-mask", model=folder)(f"He was elected president of the United {tokenizer.mask_token}.")
     assert best["token_str"] == " States"
 

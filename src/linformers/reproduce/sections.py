@@ -169,7 +169,8 @@ def page_text(place: Place) -> str:
     for name, title in TITLES.items():
         path = place.record(name)
         if not path.is_file():
-            lines += [f"## {title}", "", f"Missing; `linformers reproduce {name} --data DIR` fills it.", ""]
+            data = " --data DIR" if name in TRAINED or name == "figure1" else ""
+            lines += [f"## {title}", "", f"Missing; `linformers reproduce {name}{data}` fills it.", ""]
             continue
         record = json.loads(path.read_text())
         lines += section_text(name, record)
