@@ -18,6 +18,7 @@ from ..benchmark.report import markdown
 from ..checks import check_size, make_folder
 from ..progress import progress
 from ..provenance import commit, environment
+from ..training.checkpointing import write_text
 from . import attentions, lowrank
 from .lowrank import OTHERS, OWN, SVD, Loss
 from .qkv import check_plain
@@ -109,12 +110,13 @@ def measured(
     of |= {"measured": settings.passages, "steps": settings.steps}
     done = losses_before(path, of)
     passages, others = ids.split([settings.passages, settings.others])
+    work = layers * (1 + settings.passages)  # at each k
     with progress(console) as bars:
-        task = bars.add_task("", total=len(settings.projected) * (layers + layers * settings.passages))
+        task = bars.add_task("", total=len(settings.projected) * work)
         for k in settings.projected:
             if k in done:
                 console.print(f"k={k} was measured before", highlight=False)
-                bars.advance(task, layers + layers * settings.passages)
+                bars.advance(task, work)
                 continue
             bars.update(task, description=f"k={k}, fitting E and F")
             fitted = lowrank.fit(
@@ -130,9 +132,7 @@ def measured(
                 steps=settings.steps,
                 on_passage=lambda: bars.advance(task, layers),
             )
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps({**of, "losses": [asdict(loss) for own in done.values() for loss in own]}))
-            part.replace(path)
+            write_text(path, json.dumps({**of, "losses": [asdict(loss) for own in done.values() for loss in own]}))
     return [loss for k in settings.projected for loss in done[k]]
 
 
