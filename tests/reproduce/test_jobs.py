@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ def job(folder: Path, name: str, script: str = "", after=None, **decides) -> Job
     return Job(
         name=name,
         arguments=["-c", script or default],
+        out=folder / "runs" / name,
         decides=decides,
         collect=lambda: {"number": int(out.read_text())},
         steps=(1, lambda: int(out.exists())),
@@ -51,8 +53,29 @@ def test_a_job_is_run_once(tmp_path):
     assert record["command"].startswith("linformers -c")
     (tmp_path / "one").write_text("8")
     assert run([job(tmp_path, "one", "raise SystemExit(1)", seed=1)], tmp_path) == 0  # nothing is run
-    assert run([job(tmp_path, "one", seed=2)], tmp_path) == 0  # another recipe is
-    assert Store(tmp_path / "records").read("one")["result"] == {"number": 7}
+
+
+def test_a_folder_is_of_one_job(tmp_path, monkeypatch):
+    """Neither another recipe nor other code takes over what it holds, until it is deleted."""
+    assert run([job(tmp_path, "one", seed=1)], tmp_path) == 0
+    other = job(tmp_path, "one", seed=2)
+    assert run([other], tmp_path) == 1
+    assert Store(tmp_path / "records").find(other) is None
+    shutil.rmtree(tmp_path / "runs")
+    assert run([other], tmp_path) == 0
+    monkeypatch.setattr(jobs, "CODE_VERSION", jobs.CODE_VERSION + 1)
+    newer = job(tmp_path, "one", seed=2)
+    assert run([newer], tmp_path) == 1
+    assert Store(tmp_path / "records").find(newer) is None
+
+
+def test_a_record_names_the_commit_that_a_run_began_at(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINFORMERS_COMMIT", "first")
+    assert run([job(tmp_path, "one")], tmp_path) == 0
+    (tmp_path / "records" / "one.json").unlink()
+    monkeypatch.setenv("LINFORMERS_COMMIT", "second")
+    assert run([job(tmp_path, "one")], tmp_path) == 0
+    assert Store(tmp_path / "records").read("one")["commit"] == "first"
 
 
 def test_other_code_runs_everything_again(tmp_path, monkeypatch):
@@ -167,7 +190,8 @@ def test_a_signal_reaches_what_runs(tmp_path):
 
 
 def test_a_record_does_not_say_where_the_data_are(tmp_path):
-    one = Job("one", ["finetune", "imdb", "--data", "/mnt/x", "--text", "/mnt/x/wiki", "/mnt/xy"], {}, dict, (1, int))
+    arguments = ["finetune", "imdb", "--data", "/mnt/x", "--text", "/mnt/x/wiki", "/mnt/xy"]
+    one = Job("one", arguments, tmp_path, {}, dict, (1, int))
     assert Store(tmp_path, Path("/mnt/x")).command(one) == "linformers finetune imdb --data DIR --text DIR/wiki /mnt/xy"
     assert Store(tmp_path).command(one).startswith("linformers finetune imdb --data /mnt/x ")
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -237,17 +238,28 @@ def write_run(folder, name, **result):
 
 def test_what_the_paper_says_of_figure_3(tmp_path):
     ends = {"n512-twin": 40, "n512-k64-layerwise": 80, "n512-k128-layerwise": 60, "n512-k256-layerwise": 41}
-    ends |= {"n1024-k256-layerwise": 43, "n2048-k256-layerwise": 44, "n4096-k256-layerwise": 50}
+    ends |= {"n1024-twin": 50, "n1024-k128-layerwise": 76, "n1024-k256-layerwise": 52}
+    ends |= {"n2048-k256-layerwise": 54, "n4096-k256-layerwise": 90}
     for name, end in ends.items():
         write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, float(end)]])
     record = figure3.collect(Place(None, results=tmp_path))
     better, par, length, decides = figure3.claims(record)
     assert better == "“Better with k”: confirmed. At n = 512, k = 64, 128 and 256 end at 80.0, 60.0 and 41.0."
     assert par.startswith("“Nearly on par” with the Transformer at k = 256: confirmed")
-    assert length.startswith("“Length does not matter at fixed k”: refuted.")
-    assert "1.05 times where k stays 256 and 1.40 times where n/k stays 4" in decides
+    assert length.startswith("“Length does not matter at fixed k”: refuted. n=512 41.0, n=1024 52.0,")
+    assert length.endswith("n=4096 did not leave the plateau on which every run begins.")
+    assert decides.startswith(
+        "“k, not n/k, decides”: confirmed. From n = 512 to 1024 the twin itself goes from 40.0 to"
+    )
+    assert "from 1.50 to 1.52 where k stays 128 and from 1.02 to 1.04 where it stays 256" in decides
+    assert "from 2.00 to 1.52 where n/k stays 8 and from 1.50 to 1.04 where it stays 4" in decides
     write_run(tmp_path, "pretraining/n512-k128-layerwise", curve=[[2, 90.0]])
-    assert figure3.claims(figure3.collect(Place(None, results=tmp_path)))[0].startswith("“Better with k”: refuted")
+    better, *_ = figure3.claims(figure3.collect(Place(None, results=tmp_path)))
+    assert better.startswith("“Better with k”: refuted")
+    write_run(tmp_path, "pretraining/n512-k128-layerwise", curve=[[2, 60.0]])
+    write_run(tmp_path, "pretraining/n1024-k128-layerwise", curve=[[2, 120.0]])
+    *_, decides = figure3.claims(figure3.collect(Place(None, results=tmp_path)))
+    assert decides.startswith("“k, not n/k, decides”: refuted")
 
 
 def test_what_the_paper_says_of_table_2(tmp_path):
@@ -358,6 +370,13 @@ def test_growth_is_the_slope_at_the_longest_lengths():
         table1.exponent([1, 2, 4], [5.0, 2.0, 8.0])
     )
     assert table1.exponent([1, 2], [1.0, None]) is None
+
+
+def test_a_recurrent_layer_goes_on_from_piece_to_piece(monkeypatch):
+    layer, x = table1.Recurrent(), torch.randn(2, 10, table1.HIDDEN)
+    whole = layer(x)
+    monkeypatch.setattr(table1.Recurrent, "PIECE", 4)
+    torch.testing.assert_close(layer(x), whole)
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):

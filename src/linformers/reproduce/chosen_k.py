@@ -41,6 +41,7 @@ def choosing(place: Place, twin: Job) -> Job:
     return Job(
         name=f"{GROUP}/choice",
         arguments=["choose-k", str(model), "--text", str(place.folder(TEXTS)), *flags(sizes), "--out", str(out)],
+        out=out,
         decides={"model": twin.key, **sizes, "data": hashes(place.folder(TEXTS))},
         collect=lambda: without_origin(json.loads((out / "choose-k.json").read_text())),
         steps=(1, lambda: int((out / "choose-k.json").exists())),

@@ -102,7 +102,7 @@ def ends(record: Mapping[str, Any], panel: str) -> dict[str, float]:
 
 def claims(record: Mapping[str, Any]) -> list[str]:
     """What the paper says of the figure, each with our numbers, where all of them are there."""
-    short, long = ends(record, "a"), ends(record, "b")
+    short = ends(record, "a")
     twin, ours = "Transformer", "Linformer k={}".format
     lines = []
     if all(ours(k) in short for k in (64, 128, 256)):
@@ -116,21 +116,51 @@ def claims(record: Mapping[str, Any]) -> list[str]:
             f"“Nearly on par” with the Transformer at k = 256: {verdict(own < 1.05 * other)} at this budget. "
             f"{own:.1f} is {own / other:.2f} times the twin's {other:.1f}."
         )
-    for panel, claim in (("c", "“Sharing costs little”"), ("d", "“Length does not matter at fixed k”")):
-        values = ends(record, panel)
-        if len(values) == len(PANELS[panel][1]):
-            ratio = max(values.values()) / min(values.values())
-            named = ", ".join(f"{name} {value:.1f}" for name, value in values.items())
-            lines.append(f"{claim}: {verdict(ratio < 1.1)}. {named}: at most {ratio:.2f} times.")
-    if ours(128) in short and ours(256) in short and ours(256) in long:
-        same_k, same_ratio = (
-            max(pair) / min(pair) for pair in ((short[ours(256)], long[ours(256)]), (short[ours(128)], long[ours(256)]))
-        )
+    sharing = ends(record, "c")
+    if len(sharing) == len(PANELS["c"][1]):
+        lines.append(f"“Sharing costs little”: {_nearly_equal(sharing)}.")
+    return [*lines, *length_claims(record)]
+
+
+def length_claims(record: Mapping[str, Any]) -> list[str]:
+    """What the paper says of n: that at fixed k it does not matter, and that n/k does not, either."""
+    by_n, lines = ends(record, "d"), []
+    if len(by_n) == len(PANELS["d"][1]):
+        curves = record["panels"]["d"]["curves"]
+        stuck = [label for label, curve in curves.items() if curve[-1][1] > curve[0][1] / 2]
+        plateau = f" {' and '.join(stuck)} did not leave the plateau on which every run begins." if stuck else ""
+        lines.append(f"“Length does not matter at fixed k”: {_nearly_equal(by_n)}.{plateau}")
+    short, long = _of_the_twins(record, "a"), _of_the_twins(record, "b")
+    if {64, 128, 256} <= short.keys() and {128, 256} <= long.keys():
+        same_k = [(short[128], long[128]), (short[256], long[256])]
+        same_ratio = [(short[64], long[128]), (short[128], long[256])]
+        holds = max(map(_change, same_k)) < max(map(_change, same_ratio))
+        words = [f"from {before:.2f} to {after:.2f}" for before, after in (*same_k, *same_ratio)]
+        twins = [ends(record, panel)["Transformer"] for panel in "ab"]
         lines.append(
-            f"“k, not n/k, decides”: {verdict(same_k < same_ratio)}. From n = 512 to 1024, perplexity changes "
-            f"{same_k:.2f} times where k stays 256 and {same_ratio:.2f} times where n/k stays 4."
+            f"“k, not n/k, decides”: {verdict(holds)}. From n = 512 to 1024 the twin itself goes from {twins[0]:.1f} "
+            f"to {twins[1]:.1f}; perplexity in multiples of the twin's goes {words[0]} where k stays 128 and "
+            f"{words[1]} where it stays 256, {words[2]} where n/k stays 8 and {words[3]} where it stays 4."
         )
     return lines
+
+
+def _nearly_equal(values: Mapping[str, float]) -> str:
+    ratio = max(values.values()) / min(values.values())
+    named = ", ".join(f"{name} {value:.1f}" for name, value in values.items())
+    return f"{verdict(ratio < 1.1)}. {named}: at most {ratio:.2f} times"
+
+
+def _of_the_twins(record: Mapping[str, Any], panel: str) -> dict[int, float]:
+    """By k, the perplexity of the pure Linformers of a panel in multiples of their twin's."""
+    values = ends(record, panel)
+    own = {k: values.get(f"Linformer k={k}") for k in (64, 128, 256)}
+    twin = values.get("Transformer")
+    return {k: value / twin for k, value in own.items() if value and twin}
+
+
+def _change(pair: tuple[float, float]) -> float:
+    return max(pair) / min(pair)
 
 
 def verdict(holds: bool) -> str:

@@ -25,6 +25,7 @@ from ..training.checkpointing import write_text
 
 # What a number depends on beside recipe and data. It changes when the same recipe would give another result.
 CODE_VERSION = 1
+NOTE = "job.json"
 ORIGIN = ("command", "commit", "device", "python", "torch", "transformers")
 
 
@@ -35,6 +36,7 @@ class Job:
     Attributes:
         name: its record's, and what it is called on the screen.
         arguments: of the command.
+        out: the folder in which it leaves what it makes.
         decides: everything that the result depends on, but for the code.
         collect: reads the result when the command is done.
         steps: how many there are, and how many are done.
@@ -44,6 +46,7 @@ class Job:
 
     name: str
     arguments: Sequence[str]
+    out: Path
     decides: Mapping[str, Any]
     collect: Callable[[], dict[str, Any]]
     steps: tuple[int, Callable[[], int]]
@@ -85,9 +88,19 @@ class Store:
             name: origin(record) for name, record in found.items()
         }
 
+    def begin(self, job: Job) -> None:
+        """Note in its folder which job begins there, and where; one that goes on keeps the note of its beginning."""
+        path = job.out / NOTE
+        if not path.exists():
+            job.out.mkdir(parents=True, exist_ok=True)
+            where = {"command": self.command(job), "commit": commit(), **environment()}
+            write_text(path, json.dumps({"key": job.key, **where}, indent=1) + "\n")
+        elif json.loads(path.read_text())["key"] != job.key:
+            raise ValueError(f"{job.out} holds a run of other code, data or recipe; delete it to run this")
+
     def write(self, job: Job) -> None:
-        where = {"command": self.command(job), "commit": commit(), **environment()}
-        record = {"key": job.key, **where, "decides": job.decides, "result": job.collect()}
+        """The record of a job that is done: where it began, what decided, and what came of it."""
+        record = {**json.loads((job.out / NOTE).read_text()), "decides": job.decides, "result": job.collect()}
         path = self._path(job.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(record, indent=1) + "\n")
@@ -199,6 +212,11 @@ class Runner:
             if len(self.running) >= (1 if job.alone else self.at_once) or any(own.job.alone for own in self.running):
                 break  # what comes next waits, too: otherwise, a job that wants to be alone might never be
             self.left.remove(job)
+            try:
+                self.store.begin(job)
+            except ValueError as error:
+                self._fail(job, str(error))
+                continue
             self.running.append(Process(job, self.logs / f"{job.name}.log"))
             self.bars.start_task(self.tasks[job.name])
             self.bars.update(self.tasks[job.name], visible=True)
@@ -230,8 +248,11 @@ class Runner:
             self.store.write(process.job)
             self.console.print(f"{name} is done", highlight=False)
         else:
-            self.failed.append(name)
-            self.console.print(f"{name} failed: {_last_line(process.log)}", style="red", markup=False)
+            self._fail(process.job, _last_line(process.log))
+
+    def _fail(self, job: Job, why: str) -> None:
+        self.failed.append(job.name)
+        self.console.print(f"{job.name} failed: {why}", style="red", markup=False)
 
 
 def missing(jobs: Sequence[Job], store: Store) -> list[Job]:

@@ -82,6 +82,7 @@ def speed(place: Place) -> Job:
     return Job(
         name=SPEED,
         arguments=[*arguments, *([] if place.small else ["--compile"])],
+        out=out,
         decides=options,
         collect=lambda: {"cells": json.loads((out / "efficiency.json").read_text())["lengths"]},
         steps=(1, lambda: int((out / "efficiency.json").exists())),

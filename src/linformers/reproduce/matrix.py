@@ -130,6 +130,7 @@ def pretraining(
     return Job(
         name=name,
         arguments=["pretrain", str(path), *every],
+        out=out,
         decides={"recipe": _deciding(recipe), "corpus": Corpus.open(tokens).hash},
         collect=lambda: pretrained(out, recipe),
         steps=(recipe.steps, lambda: _last_step(out)),
@@ -169,6 +170,7 @@ def finetuning(
     return Job(
         name=name,
         arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags(options)],
+        out=out,
         decides={"model": identity, **options, "data": task.data},
         collect=lambda: without_origin(json.loads((out / "results.json").read_text())),
         steps=(settings.seeds * settings.epochs, lambda: _epochs(out)),

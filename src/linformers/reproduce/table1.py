@@ -45,14 +45,20 @@ THEORY = {
 
 
 class Recurrent(nn.Module):
-    """A layer of long short-term memory."""
+    """A layer of long short-term memory; cuDNN takes fewer than 65,536 tokens at a time."""
+
+    PIECE = 2**15
 
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(HIDDEN, HIDDEN, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
+        state, outputs = None, []
+        for piece in x.split(self.PIECE, dim=1):
+            output, state = self.lstm(piece, state)
+            outputs.append(output)
+        return torch.cat(outputs, dim=1)
 
 
 class Sparse(nn.Module):
