@@ -75,6 +75,7 @@ def refused(message, error=ValueError):
         ({"window_shift": 1}, "'window_shift' is not a field of LinformerConfig; did you mean 'shifted_windows'?"),
         ({"initial_self_score": -1}, "initial_self_score=-1 must be a positive number or None"),
         ({"local_windows": 2}, "'local_windows' is not a field of LinformerConfig; did you mean 'local_window'?"),
+        ({"classifier_pooling": "max"}, "classifier_pooling='max' is not one of 'cls', 'mean'"),
         ({"position_init": "sine"}, "position_init='sine' is not one of 'waves', 'sinusoidal', 'normal'"),
         ({"hidden_act": "gelo"}, "hidden_act='gelo' is not one of"),
         ({"projection_scale": 0}, "projection_scale=0 must be a positive number, or None"),

@@ -93,6 +93,16 @@ def test_layers_on_several_devices(model_class):
     assert model(torch.randint(31, (2, 4)), mask)[0].device.type == "meta"
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_text_is_labelled_by_its_first_token_or_by_the_mean_of_all(pooling):
+    model = model_of(LinformerForSequenceClassification, classifier_pooling=pooling)
+    ids, mask = torch.randint(31, (2, 8)), torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0], [1] * 8])
+    states = model.linformer(ids, mask).last_hidden_state
+    rows = [states[0, 2:6], states[1]]
+    pooled = torch.stack([row[0] if pooling == "cls" else row.mean(0) for row in rows])
+    torch.testing.assert_close(model(ids, mask).logits, model.classifier(pooled))
+
+
 def test_loss_of_a_span():
     model, ids = model_of(LinformerForQuestionAnswering), torch.randint(31, (3, 8))
     starts, ends = torch.tensor([0, 4, 8]), torch.tensor([2, 7, 9])  # the third answer is not in the text

@@ -176,8 +176,9 @@ def test_rows_of_a_batch_do_not_meet(mode):
         assert torch.equal(model(changed, other_mask).last_hidden_state[1:], batch[1:])
 
 
-def test_class_of_a_text_does_not_depend_on_the_side_of_its_padding():
-    model = model_of({}, LinformerForSequenceClassification, num_labels=3)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_class_of_a_text_does_not_depend_on_the_side_of_its_padding(pooling):
+    model = model_of({}, LinformerForSequenceClassification, num_labels=3, classifier_pooling=pooling)
     ids = torch.randint(31, (1, 5))
     left = torch.cat([torch.ones(1, 4, dtype=torch.long), ids], 1)
     right = torch.cat([ids, torch.ones(1, 4, dtype=torch.long)], 1)

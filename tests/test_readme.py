@@ -40,7 +40,7 @@ def test_table_of_choices_names_fields_and_defaults():
 
     defaults = {field.name: field.default for field in dataclasses.fields(LinformerConfig)}
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE)
-    assert len(rows) == 12
+    assert len(rows) == 13
     for field, values in rows:
         default = re.search(r'\*\*`"(.*?)"`\*\*', values) or re.match(r"`?([\w.]+)`?", values)
         assert str(defaults[field]) == default[1]

@@ -17,6 +17,7 @@ PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTION_INITS = ("window", "gaussian")
 POSITION_INITS = ("waves", "sinusoidal", "normal")
+POOLINGS = ("cls", "mean")
 
 # Projections whose windows have the fixed size n/k, which must therefore be whole.
 WINDOWED = ("mean", "max", "conv")
@@ -112,6 +113,8 @@ class LinformerConfig(PreTrainedConfig):
             n/k tokens, it is $\sqrt{n/k}$ times as much. `None`: they start independently, as RoBERTa's do.
         embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.
         norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
+        classifier_pooling: what a text's labels are told from: the hidden state of its first token (`"cls"`), or the
+            `"mean"` of all.
         sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.
 
     Raises:
@@ -140,6 +143,7 @@ class LinformerConfig(PreTrainedConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | None = 2
     classifier_dropout: float | None = None
+    classifier_pooling: str = "cls"
     tie_word_embeddings: bool = True
     sparse_prediction: bool = False
 
@@ -242,6 +246,7 @@ class LinformerConfig(PreTrainedConfig):
         check_choice("sharing", self.sharing, SHARINGS)
         check_choice("projection_init", self.projection_init, PROJECTION_INITS)
         check_choice("position_init", self.position_init, POSITION_INITS)
+        check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
         check_scale(self.projection_scale)
         if isinstance(self.local_window, list) and len(self.local_window) != self.num_hidden_layers:
             raise ValueError(

@@ -95,7 +95,7 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
 
 
 class ClassificationHead(nn.Module):
-    """From the first real token's hidden state to scores of all labels."""
+    """From one hidden state for a text to scores of all labels."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
@@ -135,7 +135,8 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
                 values under `config.problem_type="regression"`, else 0 or 1 for each.
         """
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
-        logits = self.classifier(first_real_token(outputs.last_hidden_state, attention_mask))
+        pool = mean_of_real_tokens if self.config.classifier_pooling == "mean" else first_real_token
+        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             labels = self._checked(labels, logits)
@@ -280,6 +281,14 @@ def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
         return hidden_states[:, 0]
     first = mask.bool().int().argmax(1).to(hidden_states.device)  # (b,)
     return hidden_states.gather(1, first[:, None, None].expand(-1, 1, hidden_states.shape[2])).squeeze(1)
+
+
+def mean_of_real_tokens(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean (b, d) of the hidden states of the real tokens of each row; 0 where there is none."""
+    if mask is None:
+        return hidden_states.mean(1)
+    real = mask.bool().to(hidden_states.device)[:, :, None]  # (b, n, 1)
+    return hidden_states.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
 
 
 def register() -> None:
