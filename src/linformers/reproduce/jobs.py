@@ -56,8 +56,7 @@ class Job:
     @cached_property
     def key(self) -> str:
         """The hash of all that decides."""
-        text = json.dumps({"code": CODE_VERSION, **self.decides}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest({"code": CODE_VERSION, **self.decides})
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,11 @@ class Store:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """What tells these values from others."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def origin(record: Mapping[str, Any]) -> dict[str, Any]:

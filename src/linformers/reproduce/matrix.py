@@ -79,12 +79,10 @@ class Place:
 
 
 def corpus(place: Place, name: str, console: Console) -> Path:
-    """A corpus of tokens, made of the raw text unless it is there; one of other text than is there is refused."""
-    out = place.runs / "corpora" / name
-    made = (out / MANIFEST).exists()
+    """A corpus of Wikipedia, or of that and books, as tokens."""
     has_text = place.data is not None and any((place.data / folder).exists() for folder in CORPORA[name])
-    if made and not has_text:
-        return out
+    if not has_text and (found := corpus_folder(place, name) / MANIFEST).exists():
+        return found.parent
     training, validation = [], []
     for folder, most in CORPORA[name].items():
         files = sorted(path for path in place.folder(folder).glob("*") if path.is_file())
@@ -97,15 +95,27 @@ def corpus(place: Place, name: str, console: Console) -> Path:
     if place.small:  # what is held out is enough text
         training, validation = validation, []
         options = {"validation_share": 0.3, "vocab_size": 300, "tokenizer_documents": 100}
-    sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*training, *validation)}
-    if made:
+    return tokens_of(place, name, training, console, also=validation, **options)
+
+
+def tokens_of(
+    place: Place, name: str, files: Sequence[Path], console: Console, *, also: Sequence[Path] = (), **options: Any
+) -> Path:
+    """A corpus of tokens, made of files unless it is there; one of other files (or others `also` used) is refused."""
+    out = corpus_folder(place, name)
+    sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*files, *also)}
+    if (out / MANIFEST).exists():
         if json.loads((out / SOURCES).read_text()) != sources:
             raise ValueError(f"{str(out)!r} was made of other files than data={str(place.data)!r}; choose other runs")
         return out
     out.mkdir(parents=True, exist_ok=True)
     (out / SOURCES).write_text(json.dumps(sources, indent=1) + "\n")
-    prepare([str(path) for path in training], out, **options, console=console)
+    prepare([str(path) for path in files], out, **options, console=console)
     return out
+
+
+def corpus_folder(place: Place, name: str) -> Path:
+    return place.runs / "corpora" / name
 
 
 def pretraining(

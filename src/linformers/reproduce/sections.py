@@ -101,7 +101,7 @@ def run(
     place.check()
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     trained = [name for name in wanted if name in TRAINED]
-    if set(trained) - {"long"}:  # whose models have no recipes
+    if trained:
         place.check_recipes()
     make_folder("results", place.results)
     if "table3" in wanted and not table3.folders(place):
