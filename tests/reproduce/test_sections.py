@@ -226,7 +226,7 @@ def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_not_there_is_refused(data, tmp_path):
-    with pytest.raises(ValueError, match="only='n512' is like none of the 16 runs; did you mean 'n512-"):
+    with pytest.raises(ValueError, match="only='n512' is like none of the 17 runs; did you mean 'n512-"):
         invoke("figure3", *places(tmp_path, data), "--small", "--only", "n512")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -55,30 +55,53 @@ PANELS = {
         },
     ),
 }
-# E at the common rate, which is best at n = 512, for longer inputs.
-FAST = {"n=2048": "n2048-k256-layerwise", "n=4096": "n4096-k256-layerwise"}
+
+
+class Variant(NamedTuple):
+    """A change to some runs of panel d: in words, in their recipe, and in their names."""
+
+    words: str
+    change: str
+    ending: str
+    labels: tuple[str, ...]
+
+    def runs(self) -> dict[str, str]:
+        """The names of the runs by their labels."""
+        return {label: f"{PANELS['d'][1][label]}-{self.ending}" for label in self.labels}
+
+
+VARIANTS = (
+    Variant(
+        "With E at the common rate (`model.projection_scale=1`), which is best at n = 512",
+        "model.projection_scale=1.0",
+        "fast-E",
+        ("n=2048", "n=4096"),
+    ),
+    Variant("With a local window of 32", "model.local_window=32", "w32", ("n=4096",)),
+)
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
     """All pretraining runs, each once, in the order of the panels."""
     tokens = corpus(place, "wiki-books", console)
     names = dict.fromkeys(name for _, curves in PANELS.values() for name in curves.values())
-    fast = [pretraining_job(place, tokens, own, fast_name(own), "model.projection_scale=1.0") for own in FAST.values()]
-    return [*(pretraining_job(place, tokens, name) for name in names), *fast]
+    changed = [
+        pretraining_job(place, tokens, PANELS["d"][1][label], name, variant.change)
+        for variant in VARIANTS
+        for label, name in variant.runs().items()
+    ]
+    return [*(pretraining_job(place, tokens, name) for name in names), *changed]
 
 
 def pretraining_job(place: Place, tokens: Path, recipe: str, name: str = "", *changes: str) -> Job:
     return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=[f"steps={STEPS}", *changes])
 
 
-def fast_name(recipe: str) -> str:
-    return f"{recipe}-fast-E"
-
-
 def collect(place: Place) -> dict[str, Any]:
     """The curves of all panels, and where each comes from; `None` where a run is missing."""
     names = [name for _, curves in PANELS.values() for name in curves.values()]
-    results, runs = place.store.results(f"{GROUP}/{name}" for name in (*names, *map(fast_name, FAST.values())))
+    names += [name for variant in VARIANTS for name in variant.runs().values()]
+    results, runs = place.store.results(f"{GROUP}/{name}" for name in names)
     panels = {
         panel: {
             "title": title,
@@ -86,8 +109,13 @@ def collect(place: Place) -> dict[str, Any]:
         }
         for panel, (title, curves) in PANELS.items()
     }
-    fast = {label: results.get(f"{GROUP}/{fast_name(name)}", {}).get("perplexity") for label, name in FAST.items()}
-    return {"runs": runs, "panels": panels, "fast": fast}
+    variants = {
+        variant.words: {
+            label: results.get(f"{GROUP}/{name}", {}).get("perplexity") for label, name in variant.runs().items()
+        }
+        for variant in VARIANTS
+    }
+    return {"runs": runs, "panels": panels, "variants": variants}
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -180,12 +208,10 @@ def page(record: Mapping[str, Any]) -> list[str]:
         values, labels = ends(record, name), list(panel["curves"])
         cells = [f"{values[label]:.1f}" if label in values else "missing" for label in labels]
         lines += [f"**3{name}, {panel['title']}**", "", *table(labels, [cells])]
-    fast = [f"{label} ends at {own:.1f}" for label, own in record["fast"].items() if own is not None]
-    if fast:
-        lines += [
-            f"With E at the common rate (`model.projection_scale=1`), which is best at n = 512, {', '.join(fast)}.",
-            "",
-        ]
+    for words, values in record["variants"].items():
+        if any(values.values()):
+            found = [f"{label} ends at {own:.1f}" for label, own in values.items() if own is not None]
+            lines += [f"{words}, {', '.join(found)}.", ""]
     missing = dict.fromkeys(
         name
         for panel, (_, curves) in PANELS.items()
