@@ -17,6 +17,7 @@ from linformers.reproduce import (
     figure1,
     figure3,
     long_documents,
+    overview,
     quality,
     recall,
     sections,
@@ -25,6 +26,7 @@ from linformers.reproduce import (
     table2,
     table3,
 )
+from linformers.reproduce.jobs import ORIGIN
 from linformers.reproduce.matrix import Place, corpus
 
 ROOT = Path(__file__).parents[2]
@@ -283,6 +285,24 @@ def test_what_the_paper_says_of_table_2(tmp_path):
     assert "refuted. The best pure Linformer" in comparable
     assert "has 89.70 on average, the twin 91.50" in comparable
     assert local == "With a local window of 32 it is 91.00: below the twin."
+
+
+def test_speeds_of_the_overview_are_those_beside_their_own_baseline(tmp_path):
+    def benchmark(name, **seconds):
+        cells = [
+            {"model": f"{model}, compiled", "task": "inference", "n": 8192, "seconds": own}
+            for model, own in ((overview.BASELINE, seconds["base"]), (seconds["model"], seconds["own"]))
+        ]
+        path = tmp_path / "efficiency" / name / "efficiency.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"lengths": cells, **dict.fromkeys(ORIGIN, "")}))
+
+    benchmark("compiled", base=1.0, model="Linformer k=128", own=0.5)
+    benchmark("compiled-k256", base=1.2, model="Linformer k=256", own=0.4)
+    page = overview.page(overview.collect(Place(None, results=tmp_path)))
+    assert "| Linformer, k = 128 | – | – | – | – | – | – | 2.0× | – |" in page
+    assert "| Linformer, k = 256 | – | – | – | – | – | – | 3.0× | – |" in page
+    assert "| Transformer twin | – | – | – | – | – | – | – | – |" in page
 
 
 def test_quality(tmp_path):
