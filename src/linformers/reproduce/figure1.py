@@ -136,5 +136,6 @@ def page(record: Mapping[str, Any]) -> list[str]:
             shares = f"{before['mean']:.3f} to {after['mean']:.3f}"
             lines.append(f"- Fine-tuning on IMDB changes the mean share of our twin on {text} from {shares}.")
     for row in (row for row, own in record["rows"].items() if own is None):
-        lines.append(f"- {row} is missing; `{command(row)}` fills it.")
+        reason = "its runs had no time on a GPU yet" if rows()[row][0] in OURS else "the weights were not at hand"
+        lines.append(f"- {row} is missing: {reason}; `{command(row)}` fills it.")
     return [*lines, ""]
