@@ -410,7 +410,7 @@ def test_spectra_that_are_there_and_those_that_are_missing():
     page = "\n".join(figure1.page(figure1.collect(Place(None, results=ROOT / "results"))))
     assert "[minilm-wikitext](../results/spectrum/minilm-wikitext/spectrum.md) | 953 | 0.834 |" in page
     missing = (
-        "- roberta-base-wikitext is missing: the weights were not at hand; `linformers spectrum FacebookAI/roberta-b"
+        "- roberta-base-wikitext is missing: the weights were not at hand; `linformers spectrum FacebookAI"
     )
     assert missing in page
 
