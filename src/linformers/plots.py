@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 matplotlib.use("Agg")
 
@@ -28,21 +31,38 @@ LOOK: Any = {
     "legend.frameon": False,
     "svg.hashsalt": "linformers",
 }
+# What a Linformer is measured against: always in the same shade, and thick.
 TRANSFORMERS = {
-    "Transformer": "#333333",
-    "twin": "#333333",
-    "Transformer twin": "#333333",
-    "Transformer, fused": "#333333",
+    "Transformer": "#222222",
+    "twin": "#222222",
+    "Transformer twin": "#222222",
+    "Transformer, fused": "#222222",
     "Transformer, unfused": "#aaaaaa",
     "RoBERTa, SDPA": "#8c6d46",
-    "exact": "#333333",
+    "exact": "#222222",
     "uniform average": "#aaaaaa",
 }
 # The lines and shades of what is only there to be beaten, by how its name begins.
 GREYS = {"zeros": (":", "#999999"), "mean of": ("s-.", "#555555"), "ε": ("--", "#999999")}
 # What is added to the name of a model whose line is dashed, in the colour of the model.
 DASHED = (", compiled", ", plain start")
-LINFORMERS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057", "#8f5ea2", "#5aa9e6", "#b5651d", "#9bc53d")
+# Okabe and Ito's colours, which colour-blind readers tell apart, and two more, each with a marker; where there are more
+# models than colours, these come again with other markers.
+COLOURS = ("#d55e00", "#009e73", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+LOOKS = [(COLOURS[i % 8], MARKERS[(i + i // 8) % 8]) for i in range(64)]
+# Models that stand in several pictures look the same in all of them; at other n, k = 256 has shades of its colour.
+MODELS = {
+    **dict(zip(("k=128", "k=128 w=32", "k=256", "k=64", "k=512", "k=1024", "k=2048"), LOOKS, strict=False)),
+    "Linformer": LOOKS[0],
+    "layerwise": LOOKS[0],
+    "headwise": LOOKS[6],
+    "k=128 headwise": LOOKS[6],
+    "n=512": ("#7fbfe8", "o"),
+    "n=1024": ("#2f8fcb", "s"),
+    "n=2048": ("#005a8d", "^"),
+    "n=4096": ("#002b45", "D"),
+}
 
 
 def efficiency(
@@ -56,10 +76,10 @@ def efficiency(
         _against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms", xlabel=xlabel)
         _against_length(axes[1], mebibytes, title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
         if losses is not None:
-            _draw(axes[2], losses)
+            _draw(axes[2], losses, marker="")
             axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
-        if milliseconds:
-            _one_legend(figure, axes[:2])
+            axes[2].legend()
+        _one_legend(figure, axes[:2])
         _save(figure, path)
 
 
@@ -69,10 +89,12 @@ def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Non
         figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
         for place, key in zip(axes, ("loss", "perplexity"), strict=True):
             points = {name: [(r["step"], r[key]) for r in records if key in r] for name, records in runs.items()}
-            _draw(place, {name: own for name, own in points.items() if own}, marker="o" if key == "perplexity" else "")
+            style = {"marker": ""} if key == "loss" else {}
+            _draw(place, {name: own for name, own in points.items() if own}, list(runs), **style)
         axes[0].set(title="Training", xlabel="step", ylabel="loss (nats)")
         axes[1].set(title="Validation", xlabel="step", ylabel="perplexity", yscale="log")
         axes[1].yaxis.set_major_formatter("{x:g}")
+        _one_legend(figure, axes, "outside lower center")
         _save(figure, path)
 
 
@@ -109,17 +131,17 @@ def low_rank(errors: Curves, milliseconds: Curves, path: Path) -> None:
     """Error and time of approximations of P against k."""
     with plt.rc_context(LOOK):
         figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4), layout="constrained")
-        _draw(left, errors, marker="o", markersize=3)
-        highest = max(y for points in errors.values() for _, y in points)
-        left.set(title="Error of P V", xlabel="k", ylabel="relative to P V", ylim=(0, 1.45 * highest))
-        left.legend(fontsize=7, loc="upper right")
-        _draw(right, milliseconds, marker="o", markersize=3)
+        _draw(left, errors)
+        left.set(title="Error of P V", xlabel="k", ylabel="relative to P V")
+        left.set_ylim(bottom=0)
+        _draw(right, milliseconds)
         right.set(title="Attention of one layer", xlabel="k", ylabel="ms", yscale="log")
         right.yaxis.set_major_formatter("{x:g}")
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.minorticks_off()
+            _legend_below(axes)
         _save(figure, path)
 
 
@@ -130,7 +152,7 @@ def quality(panels: Mapping[str, tuple[str, Curves]], path: Path) -> None:
         size = (3.4 * len(panels) + 2.2, 3.8)
         figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
         for place, (title, (xlabel, curves)) in zip(axes[0], panels.items(), strict=True):
-            _draw(place, curves, names, marker="o", markersize=3)
+            _draw(place, curves, names)
             place.set(title=title, xlabel=xlabel, yscale="log")
             _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
         axes[0, 0].set_ylabel("validation perplexity")
@@ -147,6 +169,7 @@ def perplexities(panels: Mapping[str, Curves], path: Path) -> None:
             if curves:
                 _draw(place, curves)
                 _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
+                place.legend()
         _save(figure, path)
 
 
@@ -157,18 +180,19 @@ def overview(milliseconds: Curves, perplexity: Curves, path: Path) -> None:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.8, 3.4), layout="constrained")
         xlabel = "sequence length n (65,536 tokens in a pass)"
         _against_length(left, milliseconds, names, title="Inference", xlabel=xlabel, ylabel="ms")
-        _draw(right, perplexity, names, marker="o", markersize=3)
+        _draw(right, perplexity, names)
         right.set(title="Pretraining, n = 512", xlabel="step", ylabel="validation perplexity", yscale="log")
         _label_decades(right.yaxis, [y for points in perplexity.values() for _, y in points])
-        _one_legend(figure, [axes for axes in (left, right) if axes.get_legend()])
+        _one_legend(figure, (left, right))
         _save(figure, path)
 
 
 def growth(milliseconds: Curves, path: Path) -> None:
     """Table 1: the time of one layer against n."""
     with plt.rc_context(LOOK):
-        figure, axes = plt.subplots(figsize=(4.8, 3.6), layout="constrained")
+        figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
         _against_length(axes, milliseconds, title="Time of a layer", xlabel="sequence length n", ylabel="ms")
+        _one_legend(figure, [axes])
         _save(figure, path)
 
 
@@ -214,7 +238,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _against_length(axes: Any, curves: Curves, names: Sequence[str] = (), **labels: str) -> None:
-    _draw(axes, curves, names, marker="o", markersize=3)
+    _draw(axes, curves, names)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     _label_points(axes, curves)
@@ -227,9 +251,11 @@ def _against_length(axes: Any, curves: Curves, names: Sequence[str] = (), **labe
 
 def _label_points(axes: Any, curves: Curves) -> None:
     """Numbers on the axis of x where the points are, and nowhere else."""
-    axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
+    places = sorted({x for points in curves.values() for x, _ in points})
+    axes.set_xticks(places)
     axes.xaxis.set_major_formatter("{x:.9g}")
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", labelsize=7 if len(places) < 8 else 6)
 
 
 def _label_decades(axis: Any, values: Sequence[float]) -> None:
@@ -241,48 +267,62 @@ def _label_decades(axis: Any, values: Sequence[float]) -> None:
 
 
 def _draw(axes: Any, curves: Curves, names: Sequence[str] = (), **style: Any) -> None:
-    """A colour for each model, by its place among all `names`; what is a variant of it dashed."""
-    models = dict.fromkeys(_model(name) for name in (*names, *curves))
-    own = iter(LINFORMERS * len(models))
-    colours = {model: TRANSFORMERS.get(model) or next(own) for model in models}
+    """A line for each model, which looks the same in all panels that are given all `names`; variants are dashed."""
+    looks = _looks((*names, *curves))
     for name, points in curves.items():
-        model = _model(name)
-        # The wider line shows on both sides of one that covers it.
-        width = 3 if model in TRANSFORMERS and model == name else 1.5
-        line = "-" if model == name else "--"
-        axes.plot(*zip(*points, strict=True), line, color=colours[model], lw=width, label=name, **style)
-    if curves:
-        axes.legend(fontsize=7 if len(curves) > 5 else None)
+        model, dashed = _model(name), name.endswith(DASHED)
+        colour, marker = looks[model]
+        # The wider line lies below, and shows on both sides of one that covers it.
+        wide = model in TRANSFORMERS and not dashed
+        shape: Any = {"lw": 3, "zorder": 1.9} if wide else {"lw": 1.5}
+        shape |= {"ls": "--" if dashed else "-", "marker": marker, "markersize": 4, **style}
+        axes.plot(*zip(*points, strict=True), color=colour, label=name, **shape)
+
+
+def _looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each model: those it has in every picture, or the next that no other model has here."""
+    known = {name: (shade, "o") for name, shade in TRANSFORMERS.items()} | MODELS
+    models = dict.fromkeys(map(_model, names))
+    free = itertools.cycle([look for look in LOOKS if look not in [known.get(model) for model in models]])
+    return {model: known.get(model) or next(free) for model in models}
 
 
 def _model(name: str) -> str:
-    return next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
+    """What its several names have in common: "k=128 w=32" of "Linformer, k = 128, local window of 32, compiled"."""
+    plain = next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
+    short = plain.replace(" = ", "=").replace(", local window of ", " w=")
+    return re.sub(r"^Linformer,? (?=k=)|, n=\d+", "", short)
 
 
-def _one_legend(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend beside all panels, in the place of theirs."""
+def _one_legend(figure: Any, axes: Sequence[Any], where: str = "outside right center") -> None:
+    """One legend beside all panels."""
     lines: dict[str, Any] = {}
     for place in axes:
         for line, name in zip(*place.get_legend_handles_labels(), strict=True):
             lines.setdefault(name, line)
-        place.get_legend().remove()
-    figure.legend(lines.values(), lines, loc="outside right center", fontsize=8)
+    if lines:
+        figure.legend(lines.values(), lines, loc=where, fontsize=8)
+
+
+def _legend_below(axes: Any) -> None:
+    """A panel's own legend under it, where no line is."""
+    below_labels = axes.transAxes + ScaledTranslation(0, -0.4, axes.figure.dpi_scale_trans)  # inches
+    place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below_labels}
+    axes.legend(**place, ncols=2, fontsize=7, columnspacing=1)
 
 
 def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> None:
     """Errors against n, δ and k, a panel for each pair of curves and labels; what a curve must beat is grey."""
-    colours = (*LINFORMERS, TRANSFORMERS["Transformer"], TRANSFORMERS["RoBERTa, SDPA"])
     with plt.rc_context(LOOK):
         figure, places = plt.subplots(2, 2, figsize=(9.6, 7.6), layout="constrained")
         for axes, (curves, labels) in zip(places.flat, panels, strict=True):
-            own = iter(colours * len(curves))
+            own = ((f"{marker}-", colour) for colour, marker in LOOKS)
             for name, points in curves.items():
                 if points:
-                    line, colour = _grey(name) or ("o-", next(own))
-                    axes.plot(*zip(*points, strict=True), line, color=colour, label=name, lw=1.5, markersize=3)
+                    line, colour = _grey(name) or next(own)
+                    axes.plot(*zip(*points, strict=True), line, color=colour, label=name, lw=1.5, markersize=4)
             axes.set(xscale="log", yscale="log", **labels)
             _label_points(axes, curves)
-            axes.tick_params(axis="x", labelsize=7)
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
             low, high = axes.get_ylim()
