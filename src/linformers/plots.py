@@ -162,14 +162,21 @@ def quality(panels: Mapping[str, tuple[str, Curves]], path: Path) -> None:
 
 def perplexities(panels: Mapping[str, Curves], path: Path) -> None:
     """Figure 3: validation perplexity against the step, a panel for each question."""
+    names = list(itertools.chain(*panels.values()))
     with plt.rc_context(LOOK):
-        figure, axes = plt.subplots(2, 2, figsize=(7.6, 6.2), layout="constrained", sharey=True)
+        figure, axes = plt.subplots(2, 2, figsize=(7.6, 7.0), layout="constrained", sharey=True)
         for place, (title, curves) in zip(axes.flat, panels.items(), strict=True):
             place.set(title=title, xlabel="step", ylabel="validation perplexity", yscale="log")
-            if curves:
-                _draw(place, curves)
-                _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
-                place.legend()
+            if not curves:
+                place.set_axis_off()
+                place.text(0.5, 0.5, "no runs yet", transform=place.transAxes, ha="center", color="#555555")
+                continue
+            _draw(place, curves, names)
+            for own, line in enumerate(place.get_lines()):  # of curves that coincide, the markers do not
+                line.set_markevery((own, len(curves)))
+            _label_decades(place.yaxis, [y for points in curves.values() for _, y in points])
+            place.tick_params(which="both", labelleft=True)
+            _legend_below(place)
         _save(figure, path)
 
 

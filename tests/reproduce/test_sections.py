@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from linformers import plots
 from linformers.benchmark.efficiency import FUSED, UNFUSED
 from linformers.cli import app
 from linformers.reproduce import (
@@ -263,6 +264,29 @@ def test_what_the_paper_says_of_figure_3(tmp_path):
     write_run(tmp_path, "pretraining/n1024-k128-layerwise", curve=[[2, 120.0]])
     *_, decides = figure3.claims(figure3.collect(Place(None, results=tmp_path)))
     assert decides.startswith("“k, not n/k, decides”: refuted")
+
+
+def test_the_panels_of_figure_3(tmp_path, monkeypatch):
+    for name in ("n512-twin", "n512-k64-layerwise", "n512-k128-layerwise", "n512-k128-w32", "n512-k128-none"):
+        write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, 50.0]])
+    for name in ("n1024-twin", "n1024-k128-w32", "n1024-k128-layerwise"):
+        write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, 60.0]])
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    figure3.draw(figure3.collect(Place(None, results=tmp_path)), tmp_path)
+    figures[0].draw_without_rendering()
+    *drawn, empty = figures[0].axes
+    short, long, sharing = ({line.get_label(): line.get_color() for line in axes.get_lines()} for axes in drawn)
+    assert long.keys() == {"Transformer", "Linformer k=128", "Linformer k=128 w=32"}
+    assert short.items() >= long.items()
+    assert len(set(short.values())) == len(short) == 4
+    assert sharing["layerwise"] == short["Linformer k=128"]
+    assert sharing["none"] not in short.values()
+    for axes in drawn:
+        assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0  # below, where no line is
+    assert [text.get_text() for text in empty.texts] == ["no runs yet"]
+    assert not empty.axison
+    plots.plt.close(figures[0])
 
 
 def test_what_the_paper_says_of_table_2(tmp_path):

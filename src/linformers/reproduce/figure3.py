@@ -119,8 +119,11 @@ def collect(place: Place) -> dict[str, Any]:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    panels = record["panels"].values()
-    plots.perplexities({p["title"]: {n: c for n, c in p["curves"].items() if c} for p in panels}, path)
+    found = {
+        f"3{name}, {panel['title']}": {label: curve for label, curve in panel["curves"].items() if curve}
+        for name, panel in record["panels"].items()
+    }
+    plots.perplexities(found, path)
 
 
 def ends(record: Mapping[str, Any], panel: str) -> dict[str, float]:
