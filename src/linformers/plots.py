@@ -311,17 +311,17 @@ def _one_legend(figure: Any, axes: Sequence[Any], where: str = "outside right ce
         figure.legend(lines.values(), lines, loc=where, fontsize=8)
 
 
-def _legend_below(axes: Any) -> None:
+def _legend_below(axes: Any, fontsize: int = 7) -> None:
     """A panel's own legend under it, where no line is."""
     below_labels = axes.transAxes + ScaledTranslation(0, -0.4, axes.figure.dpi_scale_trans)  # inches
     place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below_labels}
-    axes.legend(**place, ncols=2, fontsize=7, columnspacing=1)
+    axes.legend(**place, ncols=2, fontsize=fontsize, columnspacing=1)
 
 
 def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> None:
     """Errors against n, δ and k, a panel for each pair of curves and labels; what a curve must beat is grey."""
     with plt.rc_context(LOOK):
-        figure, places = plt.subplots(2, 2, figsize=(9.6, 7.6), layout="constrained")
+        figure, places = plt.subplots(2, 2, figsize=(10.2, 8.8), layout="constrained")
         for axes, (curves, labels) in zip(places.flat, panels, strict=True):
             own = ((f"{marker}-", colour) for colour, marker in LOOKS)
             for name, points in curves.items():
@@ -333,10 +333,12 @@ def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> 
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
             low, high = axes.get_ylim()
+            if high < 4 * low:  # small differences should look small
+                low, high = low / 2, high * 2
             if high < 100 * low:  # a single power of ten says little
                 axes.set_yticks([size * 10.0**power for power in range(-3, 3) for size in (1, 1.5, 2, 3, 5, 7)])
                 axes.set_ylim(low, high)
-            axes.legend(fontsize=6)
+            _legend_below(axes, fontsize=6)
         _save(figure, path)
 
 

@@ -379,6 +379,8 @@ def test_the_figure_tells_what_is_to_be_beaten_apart_and_shows_its_lengths(monke
     assert drawn.keys() == curves.keys()
     assert len(set(drawn.values())) == 4
     assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "256"]
+    figures[0].draw_without_rendering()
+    assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0  # below, where no line is
     plots.plt.close(figures[0])
 
 
