@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from linformers import cli, demo
+from linformers import cli, demo, plots
 from linformers.__main__ import main
+from linformers.benchmark.efficiency import FUSED, UNFUSED
 from linformers.cli import app
 
 
@@ -28,7 +29,6 @@ def small(monkeypatch):
     monkeypatch.setattr(demo, "TOKENS", 256)
     monkeypatch.setattr(demo, "PROJECTED", 16)
     monkeypatch.setattr(demo, "TRAIN_LENGTH", 64)
-    monkeypatch.setattr(demo, "TRAIN_PROJECTED", 16)
     monkeypatch.setattr(demo, "VOCABULARY", 400)
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     monkeypatch.setattr(demo, "SIZE", size)
@@ -49,8 +49,9 @@ def test_version():
 
 
 def test_demo(small, tmp_path, monkeypatch):
-    shown = Console(width=100, file=io.StringIO())
+    shown, figures, save = Console(width=100, file=io.StringIO()), [], plots._save
     monkeypatch.setattr(cli, "console", shown)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
     result = CliRunner().invoke(app, ["demo", "--steps", "3", "--out", str(tmp_path)], catch_exceptions=False)
     assert result.exit_code == 0
     assert (tmp_path / "demo.png").stat().st_size > 10_000
@@ -62,6 +63,12 @@ def test_demo(small, tmp_path, monkeypatch):
     behind = any(float(table[name][0]) > float(table["without context"][0]) for name in demo.MODELS)
     assert ("3 steps are too few" in text) == behind
     assert f"linformers demo --steps 30 --out {tmp_path}" in text
+    looks = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in figures[-1].axes]
+    colours = looks[0] | looks[2]
+    assert all(colours.items() >= own.items() for own in looks)
+    assert list(colours) == [UNFUSED, FUSED, "Linformer k=16", "Linformer k=16, local window of 8"]
+    assert len(set(colours.values())) == 4
+    assert [entry.get_text() for entry in figures[-1].legends[0].get_texts()] == list(colours)
     names = ("linformer-3", "linformer-with-a-window-3", "transformer-3")
     own, local, twin = (json.loads((tmp_path / name / "run.json").read_text())["recipe"] for name in names)
     assert own["model"] | {"local_window": 8} == local["model"]

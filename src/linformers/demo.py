@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import plots, progress
-from .benchmark.efficiency import Cell, compare, curves, mebibytes, milliseconds
+from .benchmark.efficiency import FUSED, Cell, compare, curves, mebibytes, milliseconds
 from .benchmark.measure import best_device, peak_memory
 from .checks import check_size, make_folder
 from .heads import LinformerForMaskedLM
@@ -32,8 +32,8 @@ SIZE: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 512,
 }
-LENGTHS, TOKENS, PROJECTED = (256, 512, 1024, 2048, 4096), 8192, 64
-TRAIN_LENGTH, TRAIN_PROJECTED, BATCH, VOCABULARY = 512, 128, 4, 2048
+LENGTHS, TOKENS, PROJECTED = (256, 512, 1024, 2048, 4096), 8192, 128
+TRAIN_LENGTH, BATCH, VOCABULARY = 512, 4, 2048
 WINDOW = "Linformer with a window"
 MODELS: dict[str, dict[str, Any]] = {
     "Transformer": {"projection": "identity"},
@@ -83,8 +83,7 @@ def run(steps: int, out: Path, console: Console) -> int:
         )
 
     figure = out / "demo.png"
-    losses = {name: [(r["step"], r["loss"]) for r in result.records if "loss" in r] for name, result in results.items()}
-    plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), figure, losses)
+    draw(cells, results, figure)
     model = Path(recipe(WINDOW, steps, out).out) / "model"
     console.print(f"\nThe figure: [bold]{figure}[/bold]. What to try next:")
     # `make demo` runs in an environment that the shell knows nothing of.
@@ -100,6 +99,24 @@ def run(steps: int, out: Path, console: Console) -> int:
     return 0
 
 
+def draw(cells: list[Cell], results: dict[str, Result], path: Path) -> None:
+    """The figure, in which the models that are trained have the names of those that are measured."""
+    linformer = f"Linformer k={PROJECTED}"
+    names = {"Transformer": FUSED, "Linformer": linformer}
+    names[WINDOW] = f"{linformer}, local window of {MODELS[WINDOW]['local_window']}"
+    losses = {names[m]: [(r["step"], r["loss"]) for r in own.records if "loss" in r] for m, own in results.items()}
+    layers, channels, heads = (SIZE[size] for size in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    plots.demo(
+        curves(cells, milliseconds),
+        curves(cells, mebibytes),
+        losses,
+        path,
+        tokens=TOKENS,
+        length=TRAIN_LENGTH,
+        title=f"All models have {layers} layers of {channels} channels and {heads} heads",
+    )
+
+
 def recipe(name: str, steps: int, out: Path) -> Recipe:
     """Models differ in the projection, and in whether there is a local window, alone."""
     return Recipe(
@@ -108,7 +125,7 @@ def recipe(name: str, steps: int, out: Path) -> Recipe:
         model={
             **SIZE,
             "max_position_embeddings": TRAIN_LENGTH,
-            "projected_length": TRAIN_PROJECTED,
+            "projected_length": PROJECTED,
             "norm_first": True,
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
@@ -161,7 +178,7 @@ def result_of(recipe: Recipe, corpus: Corpus) -> Result:
 def training_table(results: dict[str, Result], without_context: float) -> Table:
     table = Table("", "perplexity", "tokens/s", "memory of a step")
     w = MODELS[WINDOW]["local_window"]
-    table.title = f"n={TRAIN_LENGTH}, k={TRAIN_PROJECTED}; in the window, exact keys at most {w} tokens away"
+    table.title = f"n={TRAIN_LENGTH}, k={PROJECTED}; in the window, exact keys at most {w} tokens away"
     for name, result in results.items():
         memory = f"{result.peak_bytes / 2**20:.0f} MiB"
         table.add_row(name, f"{result.perplexity:.1f}", f"{result.tokens_per_second:,.0f}", memory)

@@ -65,21 +65,28 @@ MODELS = {
 }
 
 
-def efficiency(
-    milliseconds: Curves, mebibytes: Curves, path: Path, losses: Curves | None = None, *, tokens_fixed: bool = True
-) -> None:
-    """Time and memory of a pass against n and, where there are any, training losses against the step."""
+def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, *, tokens_fixed: bool = True) -> None:
+    """Time and memory of a pass against n."""
     xlabel = f"sequence length n ({'tokens in a pass fixed' if tokens_fixed else 'one sequence in a pass'})"
     with plt.rc_context(LOOK):
-        count = 2 if losses is None else 3
-        figure, axes = plt.subplots(1, count, figsize=(3.8 * count + 2, 3.4), layout="constrained")
-        _against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms", xlabel=xlabel)
-        _against_length(axes[1], mebibytes, title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
-        if losses is not None:
-            _draw(axes[2], losses, marker="")
-            axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
-            axes[2].legend()
-        _one_legend(figure, axes[:2])
+        figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
+        _costs(axes, milliseconds, mebibytes, xlabel)
+        _one_legend(figure, axes)
+        _save(figure, path)
+
+
+def demo(
+    milliseconds: Curves, mebibytes: Curves, losses: Curves, path: Path, *, tokens: int, length: int, title: str
+) -> None:
+    """Time and memory of a pass of so many tokens against n, and the loss while training at one length."""
+    names = (*milliseconds, *losses)
+    with plt.rc_context(LOOK):
+        figure, axes = plt.subplots(1, 3, figsize=(13.4, 3.6), layout="constrained")
+        figure.suptitle(title, fontsize=8)
+        _costs(axes[:2], milliseconds, mebibytes, f"sequence length n ({tokens:,} tokens in a pass)", names)
+        _draw(axes[2], losses, names, marker="")
+        axes[2].set(title=f"Training, n = {length}", xlabel="step", ylabel="loss (nats)")
+        _one_legend(figure, axes)
         _save(figure, path)
 
 
@@ -242,6 +249,13 @@ def architecture(path: Path) -> None:
 def _save(figure: Any, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)  # the same picture, the same file
     plt.close(figure)
+
+
+def _costs(
+    axes: Sequence[Any], milliseconds: Curves, mebibytes: Curves, xlabel: str, names: Sequence[str] = ()
+) -> None:
+    _against_length(axes[0], milliseconds, names, title="Time of a pass", ylabel="ms", xlabel=xlabel)
+    _against_length(axes[1], mebibytes, names, title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
 
 
 def _against_length(axes: Any, curves: Curves, names: Sequence[str] = (), **labels: str) -> None:
