@@ -59,7 +59,7 @@ def test_demo(small, tmp_path, monkeypatch):
     table = {row[0]: row[1:] for row in re.findall(r"│ (\w[\w ]+?) +│ ([\d.]+) +│ ([\d,]*) +│", text)}
     assert table.keys() == {*demo.MODELS, "without context"}
     assert 100 < float(table["Linformer"][0]) < 1000
-    assert "linformers predict --model" in text
+    assert f"echo '{demo.SENTENCE}' | linformers predict\n" in text
     behind = any(float(table[name][0]) > float(table["without context"][0]) for name in demo.MODELS)
     assert ("3 steps are too few" in text) == behind
     assert f"linformers demo --steps 30 --out {tmp_path}" in text

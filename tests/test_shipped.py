@@ -10,6 +10,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner
 
 import linformers
+from linformers import demo
 from linformers.cli import app
 from linformers.training.finetune import load_model
 
@@ -106,7 +107,7 @@ def test_auto_classes_and_pipelines_load_it(tokenizer):
 
 @torch.no_grad()
 def test_predict_needs_no_model(tmp_path, model, tokenizer):
-    text = "They were married and had three <mask>."
+    text = demo.SENTENCE
     (tmp_path / "lines.txt").write_text(f"{text}\n")
     result = CliRunner().invoke(app, ["predict", str(tmp_path / "lines.txt")], catch_exceptions=False)
     assert result.exit_code == 0

@@ -34,6 +34,7 @@ SIZE: dict[str, Any] = {
 }
 LENGTHS, TOKENS, PROJECTED = (256, 512, 1024, 2048, 4096), 8192, 128
 TRAIN_LENGTH, BATCH, VOCABULARY = 512, 4, 2048
+SENTENCE = "They were married and had three <mask>."  # for the English model that comes along
 WINDOW = "Linformer with a window"
 MODELS: dict[str, dict[str, Any]] = {
     "Transformer": {"projection": "identity"},
@@ -84,13 +85,12 @@ def run(steps: int, out: Path, console: Console) -> int:
 
     figure = out / "demo.png"
     draw(cells, results, figure)
-    model = Path(recipe(WINDOW, steps, out).out) / "model"
     console.print(f"\nThe figure: [bold]{figure}[/bold]. What to try next:")
     # `make demo` runs in an environment that the shell knows nothing of.
     activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
     for command in (
         *activate,
-        f"echo 'import <mask>' | linformers predict --model {model}",
+        f"echo '{SENTENCE}' | linformers predict",
         f"linformers demo --steps {10 * steps} --out {out}",
         "linformers prepare FOLDER_OF_TEXT --out data/mine",
         "linformers pretrain recipes/small/cpu.yaml data=data/mine",
