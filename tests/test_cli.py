@@ -95,6 +95,7 @@ def test_demo(small, tmp_path, monkeypatch):
         (["pretrain", "nowhere.yaml"], "recipe 'nowhere.yaml' does not exist"),
         (["prepare", "nowhere.txt", "--out", "x"], "source 'nowhere.txt' does not exist"),
         (["finetune", "sst3", "--model", "x", "--out", "y"], "task='sst3' is not one of 'sst2', 'imdb', 'qnli', 'qqp'"),
+        (["theorems", "--epsilon", "0.1,x"], "epsilon='0.1,x' must be numbers separated by commas, such as 0.1,0.5"),
         (["predict", "--model", "nowhere"], "model='nowhere' holds no model"),
         (["evaluate", "--model", "nowhere"], "data is missing"),
         (["demo", "--out", __file__], "is no folder that can be written to: File exists"),

@@ -12,7 +12,7 @@ import linformers
 SOURCE = Path(linformers.__file__).parent
 # A module imports only from its left; modules in one set do not import each other.
 LAYERS = [
-    {"checks", "shipped"},
+    {"checks", "errors", "shipped"},
     {"config"},
     {"loading", "ops"},
     {"maps"},

@@ -64,6 +64,14 @@ def whole_numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
     return numbers
 
 
+def fractions(name: str, text: str) -> list[float]:
+    """The numbers of an argument such as “0.1,0.5”, each once."""
+    try:
+        return list(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None
+
+
 def check_shape(name: str, tensor: Any, expected: Sequence[int | str]) -> None:
     """Refuse what is no tensor, or not of the shape `expected`, in which a word stands for any number."""
     if not isinstance(tensor, Tensor):

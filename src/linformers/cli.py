@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from contextlib import nullcontext
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from .checks import whole_numbers
+from .checks import fractions, whole_numbers
+from .errors import told
 from .shipped import ENGLISH
 
 if TYPE_CHECKING:
@@ -271,7 +270,7 @@ def theorems(
     settings = theorem_report.Settings(
         lengths=whole_numbers("lengths", lengths),
         dims=whole_numbers("dims", dims),
-        epsilons=_fractions("epsilon", epsilon),
+        epsilons=fractions("epsilon", epsilon),
         draws=draws,
         seed=seed,
         model=model,
@@ -424,46 +423,6 @@ def _command() -> str:
     return shlex.join(["linformers", *sys.argv[1:]])
 
 
-def _fractions(name: str, text: str) -> list[float]:
-    try:
-        return list(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise ValueError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None
-
-
 def main() -> None:
     """Run the command line; what a user got wrong ends in one sentence."""
-    try:
-        app()
-    except Exception as error:
-        if (sentence := _sentence(error)) is None:
-            raise
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(sentence)}", highlight=False)
-        _leave(2)
-    except SystemExit as ended:
-        _leave(ended.code)
-
-
-def _sentence(error: Exception) -> str | None:
-    """What is said of an error that a user can do something about; `None` of one that is ours."""
-    from concurrent.futures.process import BrokenProcessPool
-
-    from torch import OutOfMemoryError
-
-    if isinstance(error, OutOfMemoryError):
-        reason = str(error).splitlines()[0]
-        return f"{reason} Take fewer rows at once: rows_at_once=… of a recipe, --batch-size or --tokens of a command."
-    if isinstance(error, BrokenProcessPool):
-        return "a worker process was killed, perhaps for want of memory; take fewer with --workers"
-    return str(error) if isinstance(error, ValueError | OSError | ArithmeticError) else None
-
-
-def _leave(code: int | str | None) -> NoReturn:
-    """Exit. A process that torchrun started does so without taking the interpreter down first: threads of the process
-    group may still hold tensors, and one that lets go of them in an interpreter that is gone aborts the process.
-    """
-    if isinstance(code, int) and "TORCHELASTIC_RUN_ID" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    told(app)

@@ -1,0 +1,49 @@
+"""How a command ends: a user's mistake in one sentence, one of ours with its traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+
+def told(command: Callable[[], object]) -> None:
+    """Run a command and exit; what a user got wrong is told in one sentence, with exit code 2."""
+    try:
+        command()
+    except Exception as error:
+        if (sentence := _sentence(error)) is None:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(sentence)}", highlight=False)
+        _leave(2)
+    except SystemExit as ended:
+        _leave(ended.code)
+
+
+def _sentence(error: Exception) -> str | None:
+    """What is said of an error that a user can do something about; `None` of one that is ours."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    from torch import OutOfMemoryError
+
+    if isinstance(error, OutOfMemoryError):
+        reason = str(error).splitlines()[0]
+        return f"{reason} Take fewer rows at once: rows_at_once=… of a recipe, --batch-size or --tokens of a command."
+    if isinstance(error, BrokenProcessPool):
+        return "a worker process was killed, perhaps for want of memory; take fewer with --workers"
+    return str(error) if isinstance(error, ValueError | OSError | ArithmeticError) else None
+
+
+def _leave(code: int | str | None) -> NoReturn:
+    """Exit. A process that torchrun started does so without taking the interpreter down first: threads of the process
+    group may still hold tensors, and one that lets go of them in an interpreter that is gone aborts the process.
+    """
+    if isinstance(code, int) and "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
