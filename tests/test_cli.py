@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -13,7 +14,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import logging as hub
 from rich.console import Console
+from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from linformers import cli, demo, plots
@@ -109,6 +112,38 @@ def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["spectrum", "some/model", "--text"], "error: model='some/model' is no folder, and the hub does not give it"),
+        (["prepare", cli.__file__, "--tokenizer", "some/model", "--validation"], "error: tokenizer='some/model'"),
+    ],
+    ids=["spectrum", "prepare"],
+)
+def test_a_hub_that_is_out_of_reach_is_told_in_one_sentence(arguments, message, monkeypatch, tmp_path, capsys):
+    client, said = hub.get_logger("huggingface_hub.utils._http"), []
+
+    def unreachable(name, **options):
+        client.warning("Name or service not known, thrown while requesting HEAD")
+        raise OSError("no connection")
+
+    handler = logging.Handler()
+    handler.emit = said.append
+    hub.set_verbosity_warning()
+    monkeypatch.setattr(client, "handlers", [handler])
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    monkeypatch.setattr(sys, "argv", ["linformers", *arguments, __file__, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert not said
+    assert " ".join(capsys.readouterr().err.split()).startswith(message)
+    hub.set_verbosity_warning()
+    with pytest.raises(OSError, match="no connection"):
+        AutoConfig.from_pretrained("some/model")
+    assert said  # without our command
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from .checks import fractions, whole_numbers
 from .errors import told
@@ -74,6 +75,7 @@ def prepare(
     """Turn raw text into a vocabulary and shards of tokens, for pretraining."""
     from .training import prepare
 
+    _quiet()
     prepare.prepare(
         sources,
         out,
@@ -97,7 +99,7 @@ def pretrain(
     from .training import pretrain
     from .training.recipe import read
 
-    _hide_bars()
+    _quiet()
     sys.exit(pretrain.run(read(recipe, changes or []), console, _command()))
 
 
@@ -133,7 +135,7 @@ def finetune(
         precision=precision,
         compile=compiled,
     )
-    _hide_bars()
+    _quiet()
     loaded = _task(task, data, test, validation, text, label)
     sys.exit(finetune.run(loaded, model, out, settings, console, _command()))
 
@@ -151,7 +153,7 @@ def predict(
 
     if file is not None and not file.is_file():
         raise ValueError(f"file={str(file)!r} does not exist, or is no file")
-    _hide_bars()
+    _quiet()
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     with sources.open_text(file) if file else nullcontext(sys.stdin) as lines:
@@ -174,7 +176,7 @@ def evaluate(
     from .config import LinformerConfig
     from .training import inference, tasks
 
-    _hide_bars()
+    _quiet()
     progress = Console(stderr=True)
     if task is not None:
         inference.check_classifier(model)
@@ -202,7 +204,7 @@ def demo(
     """Measure and pretrain Linformers beside their Transformer twin; three to five minutes on two cores, offline."""
     from . import demo
 
-    _hide_bars()
+    _quiet()
     sys.exit(demo.run(steps, out, console))
 
 
@@ -266,7 +268,7 @@ def theorems(
     """The paper's lemma and theorems, tested on random inputs and on a pretrained layer; four minutes on two cores."""
     from .analysis import theorem_report
 
-    _hide_bars()
+    _quiet()
     settings = theorem_report.Settings(
         lengths=whole_numbers("lengths", lengths),
         dims=whole_numbers("dims", dims),
@@ -295,10 +297,10 @@ def spectrum(
     out: Out = Path("runs/spectrum"),
 ) -> None:
     """The singular values of P in each layer and head of an encoder, as in the paper's Figure 1."""
-    from .analysis import attentions, figure1
+    from .analysis import figure1
 
-    _hide_bars()
-    length = attentions.usual_length(model) if length is None else length
+    _quiet()
+    length = _usual_length(model) if length is None else length
     at = max(1, length // 4) if at is None else at
     settings = figure1.Settings(model, text, length, sentences, at, seed, text_column, workers)
     figure1.run(settings, out=out, command=_command(), console=console)
@@ -318,10 +320,10 @@ def lowrank(
     out: Out = Path("runs/lowrank"),
 ) -> None:
     """P replaced by its best rank k in a pretrained encoder (equation 6), beside E and F: error and time."""
-    from .analysis import attentions, equation6
+    from .analysis import equation6
 
-    _hide_bars()
-    length = attentions.usual_length(model) if length is None else length
+    _quiet()
+    length = _usual_length(model) if length is None else length
     usual = [max(1, length // part) for part in (16, 8, 4, 2)]
     ranks = list(dict.fromkeys(usual)) if projected is None else whole_numbers("projected", projected)
     settings = equation6.Settings(model, text, ranks, length, passages, others, steps, seed, text_column)
@@ -347,10 +349,10 @@ def choose_k(
     out: Out = Path("runs/choose-k"),
 ) -> None:
     """Choose a projected length for each layer or head from the spectra of an encoder, as a config to train."""
-    from .analysis import attentions, choose_k, figure1
+    from .analysis import choose_k, figure1
 
-    _hide_bars()
-    length = attentions.usual_length(model) if length is None else length
+    _quiet()
+    length = _usual_length(model) if length is None else length
     spectrum = figure1.Settings(model, text, length, sentences, 1, seed, text_column)
     settings = choose_k.Settings(spectrum, energy, budget, per, sharing)
     choose_k.run(settings, out=out, command=_command(), console=console)
@@ -384,7 +386,7 @@ def reproduce(
     from .reproduce import sections as all_sections
     from .reproduce.matrix import Place
 
-    _hide_bars()
+    _quiet()
     if small and runs == Path("runs/reproduce"):
         runs = Path("runs/reproduce-small")
     if small and results == Path("results"):  # where nothing tiny belongs
@@ -411,12 +413,24 @@ def _task(name: str, data: Path | None, test: Path | None, validation: Path | No
     )
 
 
-def _hide_bars() -> None:
-    """Transformers has progress bars of its own for loading and saving, which say nothing here."""
+def _quiet() -> None:
+    """Transformers has progress bars of its own for loading and saving, which say nothing here; the hub's client tells
+    of each attempt to reach it, of which we say in a sentence what came.
+    """
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # a new head for a pretrained encoder is meant
+    hub.set_verbosity_error()
+
+
+def _usual_length(model: str) -> int:
+    """The tokens of a passage where nobody says; a hub that is out of reach is tried for half a minute."""
+    from .analysis import attentions
+
+    with console.status(f"loading {escape(model)}"):
+        return attentions.usual_length(model)
 
 
 def _command() -> str:
