@@ -182,6 +182,8 @@ def test_table_3_and_table_1_on_a_cpu(tmp_path):
         (["figure3"], "data is missing: name the folder of wiki"),
         (["figure3", "--data", "/nowhere"], "data='/nowhere' is no folder"),
         (["figure3", "--data", str(ROOT / "docs")], "has no wiki with files called train"),
+        (["table3", "--recipes", "/nowhere"], "recipes='/nowhere' is no folder; recipes/small of a clone has them"),
+        (["figure3", "page", "--recipes", "/nowhere"], "recipes='/nowhere' is no folder"),
         (["table3", "--only", "k32"], "only=\\['k32'\\] has no effect on table3, which are not made of runs"),
         (["table1", "--at-once", "0"], "at_once=0"),
         (["table1", "--minutes", "0"], "minutes=0.0 must be above 0"),

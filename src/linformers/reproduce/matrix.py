@@ -68,6 +68,9 @@ class Place:
     def check(self) -> None:
         if self.data is not None and not self.data.is_dir():
             raise ValueError(f"data={str(self.data)!r} is no folder")
+        # The default comes with a clone alone, and is looked for where it is needed.
+        if self.recipes != Place.recipes and not self.recipes.is_dir():
+            raise ValueError(f"recipes={str(self.recipes)!r} is no folder; recipes/small of a clone has them")
 
     def check_recipes(self) -> None:
         """See that the recipes are there, by the one that is needed most, before a corpus is made for them."""
