@@ -113,6 +113,8 @@ def test_chosen_k(data, tmp_path):
     rows = json.loads((tmp_path / "results" / "chosen-k" / "chosen-k.json").read_text())["rows"]
     assert "chosen" in {row["name"] for row in rows}
     assert all(row["perplexity"] > 1 and len(row["lengths"]) == 2 for row in rows)
+    place = Place(data, ROOT / "recipes" / "small", tmp_path / "runs", tmp_path / "results", small=True)
+    assert set(chosen_k.names(place)) == {job.name for job in chosen_k.jobs(place, QUIET)}
 
 
 @pytest.mark.parametrize(("chosen", "how"), [(49.0, "better than"), (49.9, "not clearly better than")])
@@ -230,9 +232,12 @@ def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
     assert "the numbers\nmean nothing" in (tmp_path / "runs" / "mine" / "docs" / "results.md").read_text()
 
 
-def test_a_run_that_is_not_there_is_refused(data, tmp_path):
+def test_a_run_that_is_not_there_is_refused_before_anything_is_made(data, tmp_path):
     with pytest.raises(ValueError, match="only='n512' is like none of the 17 runs; did you mean 'n512-"):
         invoke("figure3", *places(tmp_path, data), "--small", "--only", "n512")
+    with pytest.raises(ValueError, match="only='chosen' is like none of the 2 runs; did you mean 'choice'"):
+        invoke("chosen-k", *places(tmp_path, data), "--small", "--only", "chosen")
+    assert not list(tmp_path.iterdir())
 
 
 def write_run(folder, name, **result):
@@ -373,11 +378,14 @@ def test_the_time_of_a_step(tmp_path, monkeypatch):
     assert "is there already" in invoke("steps", *places, "--small").output
 
 
-@pytest.mark.parametrize("section", [figure3, table2, quality, recall, long_documents])
-def test_every_run_is_another(section, data, tmp_path):
+@pytest.mark.parametrize("section", [figure3, table2, quality, recall, chosen_k, long_documents])
+def test_every_run_is_another_and_known_before(section, data, tmp_path):
     small = section is recall  # whose texts would not suffice
     place = Place(data, ROOT / "recipes" / "small", tmp_path / "runs", tmp_path / "results", small)
+    names = section.names(place)
+    assert not list(tmp_path.iterdir())
     every = section.jobs(place, QUIET)
+    assert {job.name for job in every} == set(names)
     assert len({job.name for job in every}) == len({job.key for job in every}) == len(every)
 
 

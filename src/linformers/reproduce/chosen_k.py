@@ -15,8 +15,16 @@ from .jobs import Job
 from .matrix import Place, corpus, flags, hashes, model_of, pretraining, without_origin
 
 GROUP = "chosen-k"
+CHOICE = f"{GROUP}/choice"
 RECIPE, TEXTS = "n512-k128-headwise", "wikitext103_valtest"
 NAMES = ("uniform", "chosen", "decreasing", "increasing")
+
+
+def names(place: Place) -> list[str]:
+    """What its runs are called, as far as they are known."""
+    record = place.store.read(CHOICE)
+    choices = () if record is None else record["result"]["choices"]
+    return [f"{quality.GROUP}/{quality.run_name(quality.TWIN, 0)}", CHOICE, *(f"{GROUP}/{name}" for name in choices)]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
@@ -35,11 +43,11 @@ def jobs(place: Place, console: Console) -> list[Job]:
 
 def choosing(place: Place, twin: Job) -> Job:
     """The run of `linformers choose-k` on the twin."""
-    model, out = model_of(place, twin), place.runs / GROUP / "choice"
+    model, out = model_of(place, twin), place.runs / CHOICE
     n, budget, sentences = (64, 16, 8) if place.small else (512, 128, 200)
     sizes = {"length": n, "budget": budget, "sentences": sentences, "sharing": "headwise"}
     return Job(
-        name=f"{GROUP}/choice",
+        name=CHOICE,
         arguments=["choose-k", str(model), "--text", str(place.folder(TEXTS)), *flags(sizes), "--out", str(out)],
         out=out,
         decides={"model": twin.key, **sizes, "data": hashes(place.folder(TEXTS))},
@@ -52,8 +60,8 @@ def choosing(place: Place, twin: Job) -> Job:
 
 def collect(place: Place) -> dict[str, Any]:
     """The choices, what each costs, and its perplexity; `None` where a run is missing."""
-    results, runs = place.store.results(f"{GROUP}/{name}" for name in ("choice", *NAMES))
-    choice = results.get(f"{GROUP}/choice")
+    results, runs = place.store.results([CHOICE, *(f"{GROUP}/{name}" for name in NAMES)])
+    choice = results.get(CHOICE)
     if choice is None:
         return {"runs": {}, "rows": []}
     rows = [

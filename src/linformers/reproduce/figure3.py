@@ -79,18 +79,24 @@ VARIANTS = (
     ),
     Variant("With a local window of 32", "model.local_window=32", "w32", ("n=4096",)),
 )
+# Each once, in the order of the panels.
+RECIPES = tuple(dict.fromkeys(name for _, curves in PANELS.values() for name in curves.values()))
+
+
+def names(place: Place) -> list[str]:
+    """What its runs are called."""
+    return [f"{GROUP}/{name}" for name in (*RECIPES, *(own for variant in VARIANTS for own in variant.runs().values()))]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
-    """All pretraining runs, each once, in the order of the panels."""
+    """All pretraining runs."""
     tokens = corpus(place, "wiki-books", console)
-    names = dict.fromkeys(name for _, curves in PANELS.values() for name in curves.values())
     changed = [
         pretraining_job(place, tokens, PANELS["d"][1][label], name, variant.change)
         for variant in VARIANTS
         for label, name in variant.runs().items()
     ]
-    return [*(pretraining_job(place, tokens, name) for name in names), *changed]
+    return [*(pretraining_job(place, tokens, name) for name in RECIPES), *changed]
 
 
 def pretraining_job(place: Place, tokens: Path, recipe: str, name: str = "", *changes: str) -> Job:
@@ -99,9 +105,7 @@ def pretraining_job(place: Place, tokens: Path, recipe: str, name: str = "", *ch
 
 def collect(place: Place) -> dict[str, Any]:
     """The curves of all panels, and where each comes from; `None` where a run is missing."""
-    names = [name for _, curves in PANELS.values() for name in curves.values()]
-    names += [name for variant in VARIANTS for name in variant.runs().values()]
-    results, runs = place.store.results(f"{GROUP}/{name}" for name in names)
+    results, runs = place.store.results(names(place))
     panels = {
         panel: {
             "title": title,

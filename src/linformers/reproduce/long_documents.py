@@ -52,6 +52,11 @@ SPEED = f"{GROUP}/speed"
 PUBLISHED = {"Transformer twin": 64.27, "Linformer k=256": 53.94}
 
 
+def names(place: Place) -> list[str]:
+    """What its runs are called."""
+    return [SPEED, *(name(model) for model in MODELS for name in (run_name, masked_name, pretrained_name))]
+
+
 def jobs(place: Place, console: Console) -> list[Job]:
     """Each model on the task, from nothing and from masked bytes of its training texts; and the time of a step."""
     imdb = known_task(place, "imdb")
@@ -61,7 +66,8 @@ def jobs(place: Place, console: Console) -> list[Job]:
     found = [speed(place)]
     for name, fields in MODELS.items():
         changes = [f"model.{field}={value}" for field, value in fields.items()]
-        before = pretraining(place, tokens, RECIPE, group=GROUP, name=masked_name(name), changes=changes)
+        masked = masked_name(name).removeprefix(f"{GROUP}/")
+        before = pretraining(place, tokens, RECIPE, group=GROUP, name=masked, changes=changes)
         settings = TINY if place.small else PRETRAINED
         after = finetuning(place, pretrained_name(name), model_of(place, before), imdb, settings, before.key, before)
         found += [from_nothing(place, name, imdb, changes), before, after]
@@ -99,19 +105,15 @@ def speed(place: Place) -> Job:
 
 
 def run_name(model: str) -> str:
-    return f"{GROUP}/{short_name(model)}"
+    return f"{GROUP}/{model.replace(' ', '-').replace('=', '')}"
 
 
 def masked_name(model: str) -> str:
-    return f"{short_name(model)}-masked-bytes"
+    return f"{run_name(model)}-masked-bytes"
 
 
 def pretrained_name(model: str) -> str:
     return f"{run_name(model)}-pretrained"
-
-
-def short_name(model: str) -> str:
-    return model.replace(" ", "-").replace("=", "")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -130,8 +132,7 @@ def save_untrained(folder: Path, model: LinformerConfig) -> None:
 
 def collect(place: Place) -> dict[str, Any]:
     """Of each model the accuracies, and the seconds and the memory of a training step; `None` where one is missing."""
-    names = [name(model) for model in MODELS for name in (run_name, pretrained_name)]
-    results, runs = place.store.results([SPEED, *names])
+    results, runs = place.store.results(names(place))
     cells = {cell["model"]: cell for cell in results.get(SPEED, {}).get("cells", ())}
     rows = {}
     for model in MODELS:

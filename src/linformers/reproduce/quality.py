@@ -83,6 +83,13 @@ LONGER = {
 }
 
 
+def names(place: Place) -> list[str]:
+    """What its runs are called."""
+    variants = [run_name(name, seed) for name, own in VARIANTS.items() for seed in range(own.seeds)]
+    longer = [run_name(name, 0, LONG) for name in LONGER]
+    return [f"{GROUP}/{name}" for name in (*variants, *longer, *(sweep_name(*cell) for cell in SWEEP))]
+
+
 def jobs(place: Place, console: Console) -> list[Job]:
     """The first seed of all variants, further seeds, the sweep, and longer training."""
     tokens = corpus(place, "wiki", console)
@@ -124,22 +131,21 @@ def sweep_name(scale: float, init: str, positions: str) -> str:
 
 def collect(place: Place) -> dict[str, Any]:
     """Each variant over its seeds, the sweep's perplexities, and the longer runs; `None` where a run is missing."""
-    names = {name: [run_name(name, seed) for seed in range(own.seeds)] for name, own in VARIANTS.items()}
-    longer = {name: [run_name(name, 0, LONG)] for name in LONGER}
-    every = [*itertools.chain(*names.values(), *longer.values()), *(sweep_name(*cell) for cell in SWEEP)]
-    results, runs = place.store.results(f"{GROUP}/{name}" for name in every)
+    results, runs = place.store.results(names(place))
 
-    def over(names: Sequence[str]) -> dict[str, Any] | None:
-        return summary([result for name in names if (result := results.get(f"{GROUP}/{name}"))])
+    def over(*every: str) -> dict[str, Any] | None:
+        return summary([result for run in every if (result := results.get(f"{GROUP}/{run}"))])
 
     sweep = [
-        {"scale": s, "init": i, "positions": p, **(over([sweep_name(s, i, p)]) or {"mean": None})} for s, i, p in SWEEP
+        {"scale": s, "init": i, "positions": p, **(over(sweep_name(s, i, p)) or {"mean": None})} for s, i, p in SWEEP
     ]
     return {
         "runs": runs,
-        "variants": {name: over(own) for name, own in names.items()},
+        "variants": {
+            name: over(*(run_name(name, seed) for seed in range(own.seeds))) for name, own in VARIANTS.items()
+        },
         "sweep": sweep,
-        "longer": {name: over(own) for name, own in longer.items()},
+        "longer": {name: over(run_name(name, 0, LONG)) for name in LONGER},
         "seconds": step_seconds(place),
     }
 

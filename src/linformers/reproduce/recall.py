@@ -40,6 +40,11 @@ class Sizes(NamedTuple):
 TINY_SIZES = Sizes(64, 32, 40, 20, 30)
 
 
+def names(place: Place) -> list[str]:
+    """What its runs are called."""
+    return [f"{quality.GROUP}/{quality.run_name(name, 0)}{part}" for name in VARIANTS for part in ("", "-recall")]
+
+
 def jobs(place: Place, console: Console) -> list[Job]:
     """The first seed of each variant, fine-tuned to tell the secret."""
     tokens, folder = corpus(place, "wiki", console), files(place)

@@ -103,6 +103,7 @@ def run(
     trained = [name for name in wanted if name in TRAINED]
     if trained:
         place.check_recipes()
+    check_only(only, [name for section in trained for name in TRAINED[section].names(place)])
     make_folder("results", place.results)
     if "table3" in wanted and not table3.folders(place):
         table3.settings(place)  # refuses what would otherwise fail after hours
@@ -139,15 +140,25 @@ def _real_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
-    """The jobs whose names, without their group, are like one of `only`."""
-    names = {job.name.rpartition("/")[2]: None for job in every}
+def check_only(only: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a pattern that is like none of the runs so called."""
+    plain = list(dict.fromkeys(map(_plain, names)))
     for pattern in only:
-        if not fnmatch.filter(names, pattern):
-            nearest = nearest_name(pattern, names)
-            hint = f"did you mean {nearest!r}?" if nearest else f"such as {', '.join(list(names)[:5])}"
-            raise ValueError(f"only={pattern!r} is like none of the {len(names)} runs; {hint}")
-    return [job for job in every if not only or any(fnmatch.fnmatch(job.name.rpartition("/")[2], p) for p in only)]
+        if not fnmatch.filter(plain, pattern):
+            nearest = nearest_name(pattern, plain)
+            hint = f"did you mean {nearest!r}?" if nearest else f"such as {', '.join(plain[:5])}"
+            raise ValueError(f"only={pattern!r} is like none of the {len(plain)} runs; {hint}")
+
+
+def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
+    """The jobs whose names are like one of `only`."""
+    check_only(only, [job.name for job in every])
+    return [job for job in every if not only or any(fnmatch.fnmatch(_plain(job.name), own) for own in only)]
+
+
+def _plain(name: str) -> str:
+    """The name of a run without its group."""
+    return name.rpartition("/")[2]
 
 
 def _write(name: str, record: dict[str, Any], place: Place) -> None:

@@ -46,18 +46,24 @@ ROWS = (
     Row(1024, "Linformer, 256, shared kv", "n1024-k256-key-value", (93.0, 93.6, 90.3, 90.4)),
     Row(1024, "Linformer, 256, shared kv, layer", "n1024-k256-layerwise", (93.2, 94.2, 90.8, 90.5)),
 )
+RECIPES = [row.recipe for row in ROWS if row.recipe is not None]
 # Where three seeds of the twin differ by seven points: again at other rates, so that it loses nothing by our choice.
 AGAIN, OTHER_RATES = ("n512-twin", "qnli"), {"half": 0.5, "double": 2.0}
 # The rows that decide come first, since time on a GPU is short.
 FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 
 
+def names(place: Place) -> list[str]:
+    """What its runs are called."""
+    found = [f"{figure3.GROUP}/{recipe}{task}" for recipe in RECIPES for task in ("", *(f"-{own}" for own in TASKS))]
+    return found if place.small else [*found, *map(again_name, OTHER_RATES)]
+
+
 def jobs(place: Place, console: Console) -> list[Job]:
     """Each model's pretraining, then its tasks."""
     tokens = corpus(place, "wiki-books", console)
-    recipes = [row.recipe for row in ROWS if row.recipe is not None]
     found = []
-    for recipe in sorted(recipes, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+    for recipe in sorted(RECIPES, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         first = figure3.pretraining_job(place, tokens, recipe)
         model, settings = model_of(place, first), TINY if place.small else SETTINGS
         found.append(first)
@@ -77,9 +83,8 @@ def again_name(rate: str) -> str:
 
 def collect(place: Place) -> dict[str, Any]:
     """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
-    recipes = [row.recipe for row in ROWS if row.recipe is not None]
-    names = {(recipe, task): f"{figure3.GROUP}/{recipe}-{task}" for recipe in recipes for task in TASKS}
-    results, runs = place.store.results([*names.values(), *map(again_name, OTHER_RATES)])
+    tuned = {(recipe, task): f"{figure3.GROUP}/{recipe}-{task}" for recipe in RECIPES for task in TASKS}
+    results, runs = place.store.results([*tuned.values(), *map(again_name, OTHER_RATES)])
 
     def accuracy(name: str) -> list[float | None] | None:
         result = results.get(name)
@@ -90,7 +95,7 @@ def collect(place: Place) -> dict[str, Any]:
             "n": row.n,
             "model": row.model,
             "paper": row.paper,
-            "ours": None if row.recipe is None else {task: accuracy(names[row.recipe, task]) for task in TASKS},
+            "ours": None if row.recipe is None else {task: accuracy(tuned[row.recipe, task]) for task in TASKS},
         }
         for row in ROWS
     ]
