@@ -376,7 +376,9 @@ def reproduce(
     runs: Annotated[Path, typer.Option(help="Folder for runs; interrupted ones go on from there.")] = Path(
         "runs/reproduce"
     ),
-    results: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder for results; one of your own has the page, too.")] = Path(
+        "results"
+    ),
     only: Annotated[list[str] | None, typer.Option(help="Of the runs, those so called; * stands for anything.")] = None,
     at_once: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes; run again to go on.")] = None,

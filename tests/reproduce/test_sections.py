@@ -82,7 +82,7 @@ def test_one_cell_of_figure_3(data, tmp_path):
     curves = figure["panels"]["a"]["curves"]
     assert curves["Linformer k=128 w=32"] == record["result"]["curve"]
     assert curves["Transformer"] is None
-    page = (tmp_path / "docs" / "results.md").read_text()
+    page = (tmp_path / "results" / "results.md").read_text()
     assert f"| missing | missing | missing | missing | {record['result']['perplexity']:.1f} |" in page
     assert "`linformers reproduce figure3 --data DIR --only n512-twin --only n512-k64-layerwise " in page
     assert "--only n512-k128-w32" not in page
@@ -100,7 +100,7 @@ def test_recall(data, tmp_path):
     accuracy, deviation = rows["k=128 w=32"]
     assert 0 <= accuracy <= 1
     assert deviation is None
-    assert f"| k=128 w=32 | {100 * accuracy:.1f} |" in (tmp_path / "docs" / "results.md").read_text()
+    assert f"| k=128 w=32 | {100 * accuracy:.1f} |" in (tmp_path / "results" / "results.md").read_text()
     test = (tmp_path / "runs" / "recall" / "test.jsonl").read_text().splitlines()
     assert len(test) == recall.TINY_SIZES.test
 
@@ -155,7 +155,7 @@ def test_long_documents(data, tmp_path):
     accuracies = [100 * found[field][0] for field in ("accuracy", "pretrained")]
     assert all(0 <= accuracy <= 100 for accuracy in accuracies)
     row = f"| Linformer k=128 w=32 | – | {accuracies[0]:.1f} | {accuracies[1]:.1f} | {1000 * found['seconds']:.1f} | "
-    page = (tmp_path / "docs" / "results.md").read_text()
+    page = (tmp_path / "results" / "results.md").read_text()
     assert row in page
     missing = ("Transformer-twin", "Transformer-twin-pretrained", "Linformer-k256", "Linformer-k256-pretrained")
     only = " ".join(f"--only {name}" for name in missing)
@@ -165,7 +165,7 @@ def test_long_documents(data, tmp_path):
 def test_table_3_and_table_1_on_a_cpu(tmp_path):
     result = invoke("table3", "table1", "--runs", tmp_path / "runs", "--results", tmp_path / "results", "--small")
     assert result.exit_code == 0, result.output
-    page = (tmp_path / "docs" / "results.md").read_text()
+    page = (tmp_path / "results" / "results.md").read_text()
     assert "no cell of the paper's table" not in page
     assert page.count(" of 4 cells that were measured and fit are beaten") == 2
     assert "by the peak of a pass" in page
@@ -203,7 +203,6 @@ def test_recipes_that_are_not_there_are_told_before_anything_is_made(data, tmp_p
         with pytest.raises(ValueError, match=f"^{re.escape(message.format(recipes))}$"):
             invoke("figure3", "--data", data, *options)
     assert not list(tmp_path.iterdir())
-    assert invoke("page").exit_code == 0  # which needs none
 
 
 def test_a_corpus_of_other_text_is_refused(data, tmp_path):
@@ -229,7 +228,7 @@ def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
     result = invoke("figure3", "--data", data, "--small", "--only", "n512-twin", "--runs", "runs/mine")
     assert result.exit_code == 0, result.output
     assert not (tmp_path / "results").exists()
-    assert "the numbers\nmean nothing" in (tmp_path / "runs" / "mine" / "docs" / "results.md").read_text()
+    assert "the numbers\nmean nothing" in (tmp_path / "runs" / "mine" / "results" / "results.md").read_text()
 
 
 def test_a_run_that_is_not_there_is_refused_before_anything_is_made(data, tmp_path):
@@ -466,7 +465,7 @@ def test_a_task_of_table_2_and_the_spectra_of_its_twin(data, tmp_path, monkeypat
     mean, deviation = table["rows"][0]["ours"]["imdb"]
     assert 0 <= mean <= 100
     assert deviation is None
-    page = (tmp_path / "docs" / "results.md").read_text()
+    page = (tmp_path / "results" / "results.md").read_text()
     assert f"| 512 | Transformer twin | missing (93.1) | {mean:.1f} (94.1) | missing (90.9) |" in page
     filled = "`linformers reproduce table2 --data DIR --only n512-twin-sst2 --only n512-twin-qnli --only n512-twin-qqp "
     assert f"{filled}--only 'n512-k128-headwise-*' " in page
@@ -482,6 +481,29 @@ def test_a_task_of_table_2_and_the_spectra_of_its_twin(data, tmp_path, monkeypat
     assert any("DIR/wikitext103_valtest" in text for text in kept)
 
 
-def test_the_page_is_made_of_the_json():
+def test_the_page_is_made_of_the_json(monkeypatch):
     """Nobody edits it by hand."""
-    assert (ROOT / "docs" / "results.md").read_text() == sections.page_text(Place(None, results=ROOT / "results"))
+    page = (ROOT / "docs" / "results.md").read_text()
+    monkeypatch.chdir(ROOT)
+    for results in (Path("results"), ROOT / "results"):
+        place = Place(None, results=results)
+        assert sections.page_path(place) == Path("docs/results.md")
+        assert sections.page_text(place) == page
+
+
+def test_the_page_of_other_results_stands_among_them(tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    message = f"results='{own}' holds no results: name a folder that reproduce wrote to"
+    for _ in range(2):  # without the folder, and with
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            invoke("page", "--results", own)
+        assert not list(tmp_path.glob("own/*"))
+        own.mkdir(exist_ok=True)
+    write_run(own, "quality/twin-s0", curve=[[500, 100.0], [1000, 40.0]])
+    monkeypatch.chdir(tmp_path)
+    assert invoke("page", "--results", own).exit_code == 0  # which needs no recipes
+    assert {path.name for path in tmp_path.iterdir()} == {"own"}
+    page = (own / "results.md").read_text()
+    links = re.findall(r"\]\((.+?)\)", page)
+    assert "./quality/quality.png" in links
+    assert all((own / link).exists() for link in links)

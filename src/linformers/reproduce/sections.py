@@ -56,6 +56,8 @@ ALIASES = {"figure2": "table3"}
 ALL, PAGE = "all", "page"
 NAMES = (*TITLES, *ALIASES, ALL, PAGE)
 
+# The page of the results that come with a clone.
+PROJECT = Path("docs/results.md")
 INTRODUCTION = """\
 # Results
 
@@ -103,6 +105,8 @@ def run(
     trained = [name for name in wanted if name in TRAINED]
     if trained:
         place.check_recipes()
+    if not wanted and not has_results(place):
+        raise ValueError(f"results={str(place.results)!r} holds no results: name a folder that reproduce wrote to")
     check_only(only, [name for section in trained for name in TRAINED[section].names(place)])
     make_folder("results", place.results)
     if "table3" in wanted and not table3.folders(place):
@@ -174,9 +178,14 @@ def _write(name: str, record: dict[str, Any], place: Place) -> None:
             plots.architecture(path.with_name(f"architecture.{suffix}"))
 
 
+def has_results(place: Place) -> bool:
+    """Whether any section has something to show."""
+    return any(place.record(name).is_file() or own.collect(place)["runs"] for name, own in SECTIONS.items())
+
+
 def page_text(place: Place) -> str:
-    """What `docs/results.md` holds, from the json of all sections that there are."""
-    lines = [SMALL if place.small else INTRODUCTION]
+    """What the page holds, from the json of all sections that there are."""
+    lines = [SMALL if place.small else INTRODUCTION]  # whose links are those of docs/results.md
     for name, title in TITLES.items():
         path = place.record(name)
         if not path.is_file():
@@ -191,7 +200,8 @@ def page_text(place: Place) -> str:
         if path.with_suffix(".png").is_file():
             lines += [f"![{title}]({where}/{name}.png)", ""]
         lines += [f"From [{name}.json]({where}/{name}.json): {origins(record['runs'])}.", ""]
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    return text if page_path(place) == PROJECT else text.replace("](../results", "](.")
 
 
 def section_text(name: str, record: Mapping[str, Any]) -> list[str]:
@@ -208,5 +218,6 @@ def origins(runs: Mapping[str, Any]) -> str:
 
 
 def page_path(place: Place) -> Path:
-    """The page stands beside the folder of results, in docs/."""
-    return place.results.parent / "docs" / "results.md"
+    """The page of the project stands in docs/, that of any other results among them."""
+    own = place.results.resolve() == Place.results.resolve()
+    return PROJECT if own else place.results / "results.md"
