@@ -215,9 +215,12 @@ def test_predict(finished, model, task):
     assert [inference._word(token) for token in (" fox", "fox", "\n", " ")] == ["fox", "fox", "\n", " "]
 
 
-def test_long_lines_are_cut(finished):
+def test_long_lines_are_cut_and_blank_ones_have_no_label(finished):
     out = io.StringIO()
-    assert inference.predict(finished / "model", ["the dog " * 200], out) == 1
+    assert inference.predict(finished / "model", ["the dog " * 200, " "], out) == 2
+    cut, blank = (json.loads(line) for line in out.getvalue().splitlines())
+    assert "label" in cut
+    assert blank == {"text": " ", "error": "is blank"}
 
 
 def test_what_cannot_be(finished, model, task, corpus):

@@ -1,5 +1,6 @@
 """What people stumbled over: other data in a folder in use, signals to whole groups, recipes of odd shapes."""
 
+import io
 import json
 import os
 import re
@@ -208,8 +209,6 @@ def test_damaged_notes(pretrained, corpus, tmp_path):
 
 
 def test_numbers_of_predict_and_evaluate(pretrained, corpus):
-    import io
-
     with refused("best=100000 exceeds the 300 words of the vocabulary"):
         inference.predict(pretrained / "model", [], io.StringIO(), best=100_000)
     with refused("rows=0 must be a positive integer"):
@@ -218,18 +217,28 @@ def test_numbers_of_predict_and_evaluate(pretrained, corpus):
         inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=2)
     shares = [inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=s) for s in (0.15, 0.5)]
     assert shares[1]["masked_tokens"] > 2 * shares[0]["masked_tokens"]
-    lines = ["a <mask>", "the dog " * 50 + "<mask>"]
-    with refused("a <mask> stands beyond the 32 tokens read, in one of the lines 1 to 2"):
-        inference.predict(pretrained / "model", lines, io.StringIO())
 
 
 def test_a_wrong_line_costs_no_answers(pretrained):
-    import io
-
-    out = io.StringIO()
-    with refused("line 3 has 0 times '<mask>', expected once"):
-        inference.predict(pretrained / "model", ["a <mask>", "the <mask>", "no mask"], out)
-    assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == ["a <mask>", "the <mask>"]
+    far = "the dog " * 50 + "<mask>"
+    lines = ["a <mask>", "", "no mask", "the <mask>", far, "", "a dog <mask>", "<mask> <mask>"]
+    unmasked, beyond, twice = (
+        "has 0 times '<mask>', expected once",
+        "has its '<mask>' beyond the 32 tokens that are read; shorten it",
+        "has 2 times '<mask>', expected once",
+    )
+    expected = [None, "is blank", unmasked, None, beyond, "is blank", None, twice]
+    for size in (1, 3, 32):
+        out = io.StringIO()
+        with refused(f"line 3 {unmasked}; 2 more of 8 lines have an error, too"):
+            inference.predict(pretrained / "model", lines, out, batch_size=size)
+        rows = [json.loads(line) for line in out.getvalue().splitlines()]
+        assert [row["text"] for row in rows] == lines
+        assert [row.get("error") for row in rows] == expected
+        assert all(("guesses" in row) != ("error" in row) for row in rows)
+    with refused(f"line 1 {beyond}"):
+        inference.predict(pretrained / "model", [far, "a <mask>"], io.StringIO())
+    assert inference.predict(pretrained / "model", ["a <mask>\n", " \n"], io.StringIO()) == 2
 
 
 def test_weights_that_were_cut_short(pretrained, tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,8 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, pipeline
-from transformers.pipelines.base import PipelineException
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from ..checks import check_model, check_probability, check_size
 from ..config import LinformerConfig
@@ -26,11 +26,17 @@ from .pretrain import validation_rows
 from .rows import IGNORED, as_it_is
 from .tasks import TaskData
 
+# What is said of a line with nothing in it, which is no mistake.
+BLANK = "is blank"
+
 
 def predict(
     model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
 ) -> int:
     """Write a JSON object for each line of text: its label and score, or guesses for its `<mask>`.
+
+    One that is blank or wrong has its `error` there instead; when all others are answered, the first that is wrong is
+    raised as a `ValueError`.
 
     Args:
         model: the folder of a model.
@@ -52,8 +58,7 @@ def predict(
     classifies = use == "text-classification"
     if pairs and not classifies:
         raise ValueError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
-    length = tokenizer.model_max_length
-    options: dict[str, Any] = {"truncation": True, "max_length": length}
+    options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
     worker = pipeline(
         use,
         model=str(model),
@@ -62,22 +67,26 @@ def predict(
         device=0 if torch.cuda.is_available() else -1,
         **(options if classifies else {"top_k": best, "tokenizer_kwargs": options}),
     )
-    count = 0
-    for batch in _batches(_checked(lines, pairs, None if classifies else tokenizer.mask_token), batch_size):
-        inputs = [{"text": a, "text_pair": b} for a, b in (line.split("\t") for line in batch)] if pairs else batch
-        try:
-            results = worker(inputs, batch_size=batch_size)
-        except PipelineException as error:
-            where = f"in one of the lines {count + 1} to {count + len(batch)}"
-            raise ValueError(f"a {tokenizer.mask_token} stands beyond the {length} tokens read, {where}") from error
-        if not classifies and len(batch) == 1:  # this pipeline unpacks a list of one
+    count, wrong = 0, list[str]()
+    texts = (line.rstrip("\r\n") for line in lines)
+    while batch := list(islice(texts, batch_size)):
+        reasons = [_reason(text, tokenizer, pairs, masked=not classifies) for text in batch]
+        good = [text for text, reason in zip(batch, reasons, strict=True) if reason is None]
+        inputs = [{"text": a, "text_pair": b} for a, b in (text.split("\t") for text in good)] if pairs else good
+        results = worker(inputs, batch_size=batch_size) if inputs else []
+        if not classifies and len(inputs) == 1:  # this pipeline unpacks a list of one
             results = [results]
-        for line, result in zip(batch, results, strict=True):
-            if not classifies:
-                result = {"guesses": [{"word": _word(g["token_str"]), "score": g["score"]} for g in result]}
-            out.write(json.dumps({"text": line, **result}, ensure_ascii=False) + "\n")
+        answers = iter(results if classifies else map(_guesses, results))
+        for text, reason in zip(batch, reasons, strict=True):
             count += 1
+            answer = next(answers) if reason is None else {"error": reason}
+            out.write(json.dumps({"text": text, **answer}, ensure_ascii=False) + "\n")
+            if reason not in (None, BLANK):
+                wrong.append(f"line {count} {reason}")
         out.flush()
+    if wrong:
+        more = f"; {len(wrong) - 1} more of {count} lines have an error, too" if len(wrong) > 1 else ""
+        raise ValueError(wrong[0] + more)
     return count
 
 
@@ -146,6 +155,10 @@ def purpose(model: Path) -> str:
     return purposes[architecture]
 
 
+def _guesses(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {"guesses": [{"word": _word(guess["token_str"]), "score": guess["score"]} for guess in found]}
+
+
 def _word(token: str) -> str:
     """A token without the space before it; of one that is nothing but white space, all of it."""
     return token.strip() or token
@@ -157,28 +170,15 @@ def _loaded(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _checked(lines: Iterable[str], pairs: bool, mask: str | None) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        line = line.rstrip("\r\n")
-        if pairs and line.count("\t") != 1:
-            raise ValueError(f"line {number} has {line.count(chr(9))} tabs, expected one between two texts")
-        if mask is not None and line.count(mask) != 1:
-            raise ValueError(f"line {number} has {line.count(mask)} times {mask!r}, expected once")
-        yield line
-
-
-def _batches(lines: Iterable[str], size: int) -> Iterator[list[str]]:
-    """So many lines at a time; those before a wrong one, too, before its error."""
-    batch: list[str] = []
-    try:
-        for line in lines:
-            batch.append(line)
-            if len(batch) == size:
-                yield batch
-                batch = []
-    except ValueError:
-        if batch:
-            yield batch
-        raise
-    if batch:
-        yield batch
+def _reason(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: bool) -> str | None:
+    """Why a line has no answer; `None` if it has one."""
+    if not text.strip():
+        return BLANK
+    if pairs and text.count("\t") != 1:
+        return f"has {text.count(chr(9))} tabs, expected one between two texts"
+    mask, length = tokenizer.mask_token, tokenizer.model_max_length
+    if masked and text.count(mask) != 1:
+        return f"has {text.count(mask)} times {mask!r}, expected once"
+    if masked and tokenizer.mask_token_id not in tokenizer(text, truncation=True, max_length=length)["input_ids"]:
+        return f"has its {mask!r} beyond the {length} tokens that are read; shorten it"
+    return None
