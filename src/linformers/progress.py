@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +64,24 @@ class Bars(Progress):
 def progress(console: Console, count: ProgressColumn | None = None, *others: ProgressColumn) -> Bars:
     """Bars with a count of what is done, by default “3/10”, and further columns."""
     return Bars(console, count or MofNCompleteColumn(), *others)
+
+
+@contextmanager
+def stoppable(console: Console, sentence: Callable[[], str]) -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does, by an exception, with 143 as its exit code; of both, `sentence` tells
+    what there is already.
+    """
+    catches = threading.current_thread() is threading.main_thread()  # Python lets no other thread do so
+    if catches:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        console.print(sentence(), highlight=False, markup=False)
+        raise
+    finally:
+        if catches:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """P replaced by low rank: the best there is, and what E and F make of it."""
 
 import dataclasses
+import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -95,22 +97,28 @@ def test_command(folder, text, tmp_path):
 
 def test_a_stopped_run_goes_on(folder, text, tmp_path, monkeypatch):
     settings = equation6.Settings(folder("roberta"), [text], [4, 8], N, passages=1, others=2, steps=2)
-    quiet = {"command": "", "console": Console(quiet=True)}
+    quiet = {"command": "", "console": Console(file=io.StringIO(), width=100)}
     equation6.run(settings, out=tmp_path / "whole", **quiet)
+    said = quiet["console"].file
 
-    fit, fitted = lowrank.fit, []
+    def interrupt():
+        raise KeyboardInterrupt  # a signal would be ignored where the tests run in the background
+
+    fit, fitted, stops = lowrank.fit, [], [lambda: signal.raise_signal(signal.SIGTERM), interrupt]
 
     def stop_at_8(model, ids, k, name, **options):
-        if k == 8 and 8 not in fitted:
-            fitted.append(k)
-            raise KeyboardInterrupt
         fitted.append(k)
+        if k == 8 and stops:
+            stops.pop(0)()
         return fit(model, ids, k, name, **options)
 
     monkeypatch.setattr(lowrank, "fit", stop_at_8)
-    out = tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
-        equation6.run(settings, out=out, **quiet)
+    out, before = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
+    for stop, message in ((SystemExit, "^143$"), (KeyboardInterrupt, "^$")):
+        with pytest.raises(stop, match=message):
+            equation6.run(settings, out=out, **quiet)
+        assert said.getvalue().endswith("Stopped after 1 of 2 k; run again, it goes on from there\n")
+    assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ValueError, match=r"losses\.json is of a run with another model, other texts, or other numbers"):
         equation6.run(dataclasses.replace(settings, steps=3), out=out, **quiet)
     stopped_at = len(fitted)

@@ -1,6 +1,8 @@
 """The spectrum of P: exact, streaming, resumable, and of any encoder."""
 
+import io
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,26 @@ def test_goes_on_from_where_it_was(folder, tmp_path):
     for their_model, their_ids in ((model, more.flip(0)), (model, more[:, :-1]), (other, more)):
         with pytest.raises(ValueError, match="is of another model, other texts or another length or seed"):
             spectrum.measure(their_model, their_ids, state_file=state)
+
+
+def test_a_stopped_measurement_says_how_far_it_came(folder, text, tmp_path, monkeypatch):
+    settings = figure1.Settings(folder("bert"), [text], N, sentences=4, at=8)
+    console, add, added = Console(file=io.StringIO(), width=100), spectrum.Moments.add, []
+
+    def stop(moments, batch):
+        added.append(1)
+        if len(added) == 8:  # in the midst of the third passage, of which the first of three is taken in
+            signal.raise_signal(signal.SIGTERM)
+        add(moments, batch)
+
+    whole = figure1.run(settings, out=tmp_path / "whole", command="", console=console)
+    monkeypatch.setattr(spectrum.Moments, "add", stop)
+    with pytest.raises(SystemExit, match="143"):
+        figure1.run(settings, out=tmp_path / "out", command="", console=console)
+    assert "Stopped after 2 of 4 passages; run again, it goes on from there\n" in console.file.getvalue()
+    result = figure1.run(settings, out=tmp_path / "out", command="", console=console)
+    assert "2 passages were measured before" in console.file.getvalue()
+    np.testing.assert_array_equal(result.values, whole.values)
 
 
 @pytest.mark.parametrize("junk", [b"", b"no arrays", b"PK\x03\x04 no arrays"])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .. import plots
 from ..benchmark.report import markdown
 from ..checks import check_size, make_folder
-from ..progress import progress
+from ..progress import progress, stoppable
 from ..provenance import commit, environment
 from ..training.checkpointing import write_text
 from . import attentions, lowrank
@@ -78,10 +78,12 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         )
     layers, heads = attentions.check_watchable(model, ids, settings.model)
     check_plain(model, ids, settings.model)
-    losses = measured(settings, model, ids, layers, out / "losses.json", console)
-    with console.status("times"):
-        d = model.config.hidden_size // heads
-        times = lowrank.seconds(settings.length, settings.projected, heads, d, model.device)
+    kept = out / "losses.json"
+    with stoppable(console, lambda: stopped(kept, settings.projected)):
+        losses = measured(settings, model, ids, layers, kept, console)
+        with console.status("times"):
+            d = model.config.hidden_size // heads
+            times = lowrank.seconds(settings.length, settings.projected, heads, d, model.device)
 
     tables, lines = [error_table(losses, settings.projected), time_table(times)], sentences(losses, times)
     for table in tables:
@@ -98,7 +100,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
     }
     for suffix in ("png", "svg"):
         plots.low_rank(curves, milliseconds, out / f"lowrank.{suffix}")
-    (out / "losses.json").unlink()
+    kept.unlink()
     console.print(f"Written to {out}", markup=False)
 
 
@@ -134,6 +136,12 @@ def measured(
             )
             write_text(path, json.dumps({**of, "losses": [asdict(loss) for own in done.values() for loss in own]}))
     return [loss for k in settings.projected for loss in done[k]]
+
+
+def stopped(path: Path, projected: Sequence[int]) -> str:
+    """What is said of an interrupted run, by what it has left."""
+    done = {loss["k"] for loss in json.loads(path.read_text())["losses"]} if path.exists() else set()
+    return f"Stopped after {len(done.intersection(projected))} of {len(projected)} k; run again, it goes on from there"
 
 
 def losses_before(path: Path, of: dict[str, Any]) -> dict[int, list[Loss]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import plots
 from ..checks import check_size, make_folder
 from ..markdown import table
-from ..progress import progress
+from ..progress import progress, stoppable
 from ..provenance import commit, environment
 from . import attentions
 from .spectrum import Spectrum, measure, rank_correlation
@@ -127,7 +127,11 @@ def measured(
             speed = bars.tasks[task].speed
             bars.update(task, speed=f"{speed * matrices:.0f} matrices/s" if speed else "")
 
-        try:
+        def stopped() -> str:
+            done = int(bars.tasks[task].completed)
+            return f"Stopped after {done} of {len(ids)} passages; run again, it goes on from there"
+
+        with stoppable(console, stopped):
             return measure(
                 model,
                 ids,
@@ -137,10 +141,6 @@ def measured(
                 on_start=start,
                 on_sentence=advance,
             )
-        except KeyboardInterrupt:
-            done = int(bars.tasks[task].completed)
-            console.print(f"Stopped after {done} of {len(ids)} passages; run again, it goes on from there")
-            raise
 
 
 def sentences(spectrum: Spectrum, at: int) -> list[str]:

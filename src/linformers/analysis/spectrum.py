@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,10 @@ class State:
 
     def add(self, values: np.ndarray) -> None:
         """Take in the singular values of one more passage, (layers, heads, n)."""
+        grown = {name: copy(own) for name, own in self.moments.items()}
         for name, array in zip(SERIES, _series(values), strict=True):
-            self.moments[name].add(array[None])
+            grown[name].add(array[None])
+        self.moments = grown  # all at once: an interrupt comes before or after it
         if time.monotonic() - self.saved > SECONDS_BETWEEN_SAVES:
             self.save()
 
