@@ -250,13 +250,16 @@ def test_weights_that_were_cut_short(pretrained, tmp_path):
 
 
 @pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])
-def test_few_steps_are_told(epochs, few, pretrained, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("rate", "low"), [(5e-5, True), (1e-3, False)])
+def test_few_steps_are_told(epochs, few, rate, low, pretrained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(finetune, "run_seed", lambda *rest: 1)  # nothing is trained
     task = tasks.load(tasks.custom_task(table(tmp_path / "a.csv", 40)))
-    settings = finetune.Settings(epochs=epochs, batch_size=len(task.train) // 4)
+    settings = finetune.Settings(epochs=epochs, batch_size=len(task.train) // 4, learning_rate=rate)
     assert finetune.run(task, pretrained / "model", tmp_path / "out", settings, Console(width=200), "") == 1
     message = "4 steps are few to learn from: there are more with more --epochs or a smaller --batch-size"
-    assert (message in capsys.readouterr().out) == few
+    said = capsys.readouterr().out
+    assert (message in said) == few
+    assert ("a small model learns more with --learning-rate 0.001" in said) == (few and low)
 
 
 def test_a_rate_that_never_reaches_its_peak_is_told(corpus, tmp_path, capsys):

@@ -35,8 +35,8 @@ from .trainer import MODEL, ExactTrainer, arguments_for_all
 BEST = "best"
 # So many steps gain about the minute that compiling takes.
 WORTH_COMPILING = 1000
-# Steps below which the usual rate hardly moves the weights.
-FEW = 100
+# Steps below which the usual rate hardly moves the weights of a small model, and a rate that does.
+FEW, HIGH_RATE = 100, 1e-3
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,10 @@ def _run_seeds(
         highlight=False,
     )
     if (steps := settings.epochs * settings.steps_per_epoch(len(task.train))) < FEW:
+        rate = f", and a small model learns more with --learning-rate {HIGH_RATE:g}"
         console.print(
-            f"{steps} steps are few to learn from: there are more with more --epochs or a smaller --batch-size, and "
-            "a small model takes a higher --learning-rate",
+            f"{steps} steps are few to learn from: there are more with more --epochs or a smaller --batch-size"
+            + (rate if settings.learning_rate < HIGH_RATE else ""),
             style="yellow",
             highlight=False,
         )
