@@ -11,6 +11,7 @@ from linformers import (
     LinformerForTokenClassification,
     LinformerModel,
 )
+from linformers.heads import mean_of_real_tokens
 
 from . import modes
 from .naive import naive_attention
@@ -101,6 +102,13 @@ def test_a_text_is_labelled_by_its_first_token_or_by_the_mean_of_all(pooling):
     rows = [states[0, 2:6], states[1]]
     pooled = torch.stack([row[0] if pooling == "cls" else row.mean(0) for row in rows])
     torch.testing.assert_close(model(ids, mask).logits, model.classifier(pooled))
+
+
+def test_a_mean_in_half_precision_does_not_overflow():
+    states = torch.full((1, 8192, 2), 20.0, dtype=torch.float16)
+    mean = mean_of_real_tokens(states, torch.ones(1, 8192, dtype=torch.long))
+    assert mean.dtype == torch.float16
+    torch.testing.assert_close(mean, states[:, 0])
 
 
 def test_loss_of_a_span():

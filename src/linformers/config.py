@@ -113,8 +113,8 @@ class LinformerConfig(PreTrainedConfig):
             n/k tokens, it is $\sqrt{n/k}$ times as much. `None`: they start independently, as RoBERTa's do.
         embedding_dropout: the dropout after the embeddings; `None` means `hidden_dropout_prob`.
         norm_first: LayerNorm before each block and after the last (pre-norm) instead of RoBERTa's post-norm.
-        classifier_pooling: what a text's labels are told from: the hidden state of its first token (`"cls"`), or the
-            `"mean"` of all.
+        classifier_pooling: what a text's labels are told from: the hidden state of its first real token (`"cls"`),
+            or the `"mean"` of those of all real tokens.
         sparse_prediction: in masked-language modelling, compute the vocabulary at labelled positions only.
 
     Raises:

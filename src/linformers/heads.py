@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -288,7 +289,8 @@ def mean_of_real_tokens(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return hidden_states.mean(1)
     real = mask.bool().to(hidden_states.device)[:, :, None]  # (b, n, 1)
-    return hidden_states.masked_fill(~real, 0).sum(1) / real.sum(1).clamp(min=1)
+    total = hidden_states.masked_fill(~real, 0).sum(1, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+    return (total / real.sum(1).clamp(min=1)).to(hidden_states.dtype)
 
 
 def register() -> None:

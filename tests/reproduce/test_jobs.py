@@ -62,11 +62,21 @@ def test_a_folder_is_of_one_job(tmp_path, monkeypatch):
     assert run([other], tmp_path) == 1
     assert Store(tmp_path / "records").find(other) is None
     shutil.rmtree(tmp_path / "runs")
+    assert run([other], tmp_path) == 1  # nor does one take over what nobody began
+    (tmp_path / "one").unlink()
     assert run([other], tmp_path) == 0
     monkeypatch.setattr(jobs, "CODE_VERSION", jobs.CODE_VERSION + 1)
     newer = job(tmp_path, "one", seed=2)
     assert run([newer], tmp_path) == 1
     assert Store(tmp_path / "records").find(newer) is None
+
+
+def test_a_job_that_failed_at_once_begins_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINFORMERS_COMMIT", "broken")
+    assert run([job(tmp_path, "one", "raise SystemExit(1)", seed=1)], tmp_path) == 1
+    monkeypatch.setenv("LINFORMERS_COMMIT", "mended")
+    assert run([job(tmp_path, "one", seed=2)], tmp_path) == 0
+    assert Store(tmp_path / "records").read("one")["commit"] == "mended"
 
 
 def test_a_record_names_the_commit_that_a_run_began_at(tmp_path, monkeypatch):

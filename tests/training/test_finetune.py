@@ -220,7 +220,7 @@ def test_long_lines_are_cut_and_blank_ones_have_no_label(finished):
     assert inference.predict(finished / "model", ["the dog " * 200, " "], out) == 2
     cut, blank = (json.loads(line) for line in out.getvalue().splitlines())
     assert "label" in cut
-    assert blank == {"text": " ", "error": "is blank"}
+    assert blank == {"text": " ", "error": "the line is blank"}
 
 
 def test_what_cannot_be(finished, model, task, corpus):

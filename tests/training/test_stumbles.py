@@ -227,7 +227,7 @@ def test_a_wrong_line_costs_no_answers(pretrained):
         "has its '<mask>' beyond the 32 tokens that are read; shorten it",
         "has 2 times '<mask>', expected once",
     )
-    expected = [None, "is blank", unmasked, None, beyond, "is blank", None, twice]
+    expected = [None, "the line is blank", unmasked, None, beyond, "the line is blank", None, twice]
     for size in (1, 3, 32):
         out = io.StringIO()
         with refused(f"line 3 {unmasked}; 2 more of 8 lines have an error, too"):

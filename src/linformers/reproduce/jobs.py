@@ -88,13 +88,16 @@ class Store:
         }
 
     def begin(self, job: Job) -> None:
-        """Note in its folder which job begins there, and where; one that goes on keeps the note of its beginning."""
+        """Note in its folder which job begins there, and where; one that goes on keeps the note of its beginning.
+
+        One that measures time does not go on: it measures all of it again.
+        """
         path = job.out / NOTE
-        if not path.exists():
+        if job.alone or job.steps[1]() == 0:
             job.out.mkdir(parents=True, exist_ok=True)
             where = {"command": self.command(job), "commit": commit(), **environment()}
             write_text(path, json.dumps({"key": job.key, **where}, indent=1) + "\n")
-        elif json.loads(path.read_text())["key"] != job.key:
+        elif not path.exists() or json.loads(path.read_text())["key"] != job.key:
             raise ValueError(f"{job.out} holds a run of other code, data or recipe; delete it to run this")
 
     def write(self, job: Job) -> None:

@@ -72,11 +72,11 @@ class Place:
         if self.recipes != Place.recipes and not self.recipes.is_dir():
             raise ValueError(f"recipes={str(self.recipes)!r} is no folder; recipes/small of a clone has them")
 
-    def check_recipes(self) -> None:
-        """See that the recipes are there, by the one that is needed most, before a corpus is made for them."""
-        if not (self.recipes / "n512-twin.yaml").is_file():
+    def check_recipes(self, name: str = "n512-twin") -> None:
+        """See that the recipes are there, by one that is needed, before a corpus is made for them."""
+        if not (self.recipes / f"{name}.yaml").is_file():
             raise ValueError(
-                f"recipes={str(self.recipes)!r} holds no n512-twin.yaml; "
+                f"recipes={str(self.recipes)!r} holds no {name}.yaml; "
                 "name the folder recipes/small of a clone with --recipes DIR"
             )
 
@@ -118,7 +118,8 @@ def tokens_of(
 
 
 def corpus_folder(place: Place, name: str) -> Path:
-    return place.runs / "corpora" / name
+    """Where a corpus is; a tiny one, which may be of the same files, is another."""
+    return place.runs / "corpora" / (f"{name}-small" if place.small else name)
 
 
 def pretraining(

@@ -51,9 +51,10 @@ def collect(place: Place) -> dict[str, Any]:
             benchmark = json.loads(path.read_text())
             runs[name] = origin(benchmark)
             own = _inference(benchmark)
-            base = dict(own[BASELINE])
+            base = dict(own.get(BASELINE, ()))
             times = own | times
-            speeds = {model: [(n, base[n] / ms) for n, ms in points] for model, points in own.items()} | speeds
+            for model, points in own.items():
+                speeds.setdefault(model, [(n, base[n] / ms) for n, ms in points if n in base])
     rows = {
         name: {
             "curve": curves[row.curve],

@@ -65,9 +65,9 @@ The paper's tables and figures on real text, with models that one GPU trains in 
 `linformers reproduce`; what it shows, with commands, commits, hardware and versions, is in [results/](../results). A
 command gives its number at the commit beside it: recipes and defaults have changed since some of these runs.
 
-What differs from the paper in all that is trained here: models of 34M parameters instead of 110M, thousands of updates
-instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of Wikipedia and BookCorpus, and
-the twin, a Transformer with everything but the projection equal, in the place of RoBERTa.
+What differs from the paper in all that is trained here, but for long documents: models of 34M parameters instead of
+110M, thousands of updates instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of
+Wikipedia and BookCorpus, and the twin, a Transformer with everything but the projection equal, in the place of RoBERTa.
 """
 SMALL = """\
 # A test of the whole path
@@ -104,7 +104,7 @@ def run(
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     trained = [name for name in wanted if name in TRAINED]
     if trained:
-        place.check_recipes()
+        place.check_recipes(long_documents.RECIPE if trained == ["long"] else "n512-twin")
     if not wanted and not has_results(place):
         raise ValueError(f"results={str(place.results)!r} holds no results: name a folder that reproduce wrote to")
     check_only(only, [name for section in trained for name in TRAINED[section].names(place)])

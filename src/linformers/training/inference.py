@@ -27,7 +27,7 @@ from .rows import IGNORED, as_it_is
 from .tasks import TaskData
 
 # What is said of a line with nothing in it, which is no mistake.
-BLANK = "is blank"
+BLANK = "the line is blank"
 
 
 def predict(
