@@ -21,7 +21,7 @@ from .jobs import origin
 from .matrix import Place
 
 HIDDEN, HEADS, PROJECTED = 512, 8, 128
-LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
 TINY_LENGTHS = (128, 256, 512)
 # Below, what does not grow with n (starting kernels, W) is most of the time.
 FITTED = 3

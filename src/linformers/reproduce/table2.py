@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -47,8 +48,9 @@ ROWS = (
     Row(1024, "Linformer, 256, shared kv, layer", "n1024-k256-layerwise", (93.2, 94.2, 90.8, 90.5)),
 )
 RECIPES = [row.recipe for row in ROWS if row.recipe is not None]
-# Where three seeds of the twin differ by seven points: again at other rates, so that it loses nothing by our choice.
-AGAIN, OTHER_RATES = ("n512-twin", "qnli"), {"half": 0.5, "double": 2.0}
+# On QNLI three seeds of the twin differ by seven points, and the local window is behind the rest: both of them again at
+# other rates, so that neither loses by our choice.
+AGAIN, OTHER_RATES = {TWIN: "n512-twin-qnli", LOCAL: "n512-k128-w32-qnli"}, {"half": 0.5, "double": 2.0}
 # The rows that decide come first, since time on a GPU is short.
 FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 
@@ -56,7 +58,7 @@ FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 def names(place: Place) -> list[str]:
     """What its runs are called."""
     found = [f"{figure3.GROUP}/{recipe}{task}" for recipe in RECIPES for task in ("", *(f"-{own}" for own in TASKS))]
-    return found if place.small else [*found, *map(again_name, OTHER_RATES)]
+    return found if place.small else [*found, *(again_name(model, rate) for model in AGAIN for rate in OTHER_RATES)]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
@@ -70,21 +72,22 @@ def jobs(place: Place, console: Console) -> list[Job]:
         for task in TASKS:
             name, data = f"{first.name}-{task}", known_task(place, task)
             found.append(finetuning(place, name, model, data, settings, first.key, first))
-            if (recipe, task) == AGAIN and not place.small:
-                for rate, factor in OTHER_RATES.items():
-                    other = dataclasses.replace(settings, learning_rate=factor * settings.learning_rate)
-                    found.append(finetuning(place, again_name(rate), model, data, other, first.key, first))
+            again = [own for own, run in AGAIN.items() if name == f"{figure3.GROUP}/{run}" and not place.small]
+            for own, (rate, factor) in itertools.product(again, OTHER_RATES.items()):
+                other = dataclasses.replace(settings, learning_rate=factor * settings.learning_rate)
+                found.append(finetuning(place, again_name(own, rate), model, data, other, first.key, first))
     return found
 
 
-def again_name(rate: str) -> str:
-    return f"{figure3.GROUP}/{'-'.join(AGAIN)}-{rate}-rate"
+def again_name(model: str, rate: str) -> str:
+    return f"{figure3.GROUP}/{AGAIN[model]}-{rate}-rate"
 
 
 def collect(place: Place) -> dict[str, Any]:
     """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
     tuned = {(recipe, task): f"{figure3.GROUP}/{recipe}-{task}" for recipe in RECIPES for task in TASKS}
-    results, runs = place.store.results([*tuned.values(), *map(again_name, OTHER_RATES)])
+    again_names = [again_name(model, rate) for model in AGAIN for rate in OTHER_RATES]
+    results, runs = place.store.results([*tuned.values(), *again_names])
 
     def accuracy(name: str) -> list[float | None] | None:
         result = results.get(name)
@@ -100,7 +103,7 @@ def collect(place: Place) -> dict[str, Any]:
         for row in ROWS
     ]
     notes = {task: r["note"] for task in TASKS for name, r in results.items() if name.endswith(task) and r["note"]}
-    again = {rate: accuracy(again_name(rate)) for rate in OTHER_RATES}
+    again = {model: {rate: accuracy(again_name(model, rate)) for rate in OTHER_RATES} for model in AGAIN}
     return {"runs": runs, "rows": rows, "again": again, "notes": notes}
 
 
@@ -114,24 +117,25 @@ def average(row: Mapping[str, Any]) -> float | None:
 def claims(record: Mapping[str, Any]) -> list[str]:
     rows = record["rows"]
     averages = {(row["n"], row["model"]): own for row in rows if (own := average(row)) is not None}
-    twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
-    pure = {place: own for place, own in averages.items() if place[1] not in (TWIN, LOCAL)}
+    pure = {place: own for place, own in averages.items() if place[1] not in AGAIN}
     lines = []
-    common = next(row["ours"][AGAIN[1]] for row in rows if row["model"] == TWIN)
-    if twin is not None:
-        again = {rate: own for rate, own in record["again"].items() if own is not None}
-        twin += (max(own[0] for own in (common, *again.values())) - common[0]) / len(TASKS)
-        others = ", ".join(f"{plus_minus(own, 1)} at {rate} the rate" for rate, own in again.items())
-        if others:
-            lines.append(
-                f"On QNLI the twin has {plus_minus(common, 1)}, and {others}; with the best of these its average is "
-                f"{twin:.2f}, which is what follows compares with."
-            )
-        if lacking := [rate for rate in record["again"] if rate not in again]:
-            lines.append(
-                f"The twin's QNLI ({plus_minus(common, 1)}) is to be run at {' and '.join(lacking)} the rate, too: "
-                "until then, what follows is provisional."
-            )
+    for model, rates in record["again"].items():
+        if (512, model) in averages:
+            qnli = next(row["ours"]["qnli"] for row in rows if row["model"] == model)
+            again = {rate: own for rate, own in rates.items() if own is not None}
+            averages[512, model] += (max(own[0] for own in (qnli, *again.values())) - qnli[0]) / len(TASKS)
+            others = ", ".join(f"{plus_minus(own, 1)} at {rate} the rate" for rate, own in again.items())
+            if others:
+                lines.append(
+                    f"{model}: {plus_minus(qnli, 1)} on QNLI, and {others}; with the best of these its average is "
+                    f"{averages[512, model]:.2f}, which is what follows compares."
+                )
+            if lacking := [rate for rate in rates if rate not in again]:
+                lines.append(
+                    f"{model}: {plus_minus(qnli, 1)} on QNLI, to be run at {' and '.join(lacking)} the rate, too: "
+                    "until then, what follows is provisional."
+                )
+    twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
     if twin is not None and pure:
         (n, model), best = max(pure.items(), key=lambda item: item[1])
         lines.append(
@@ -181,4 +185,5 @@ def missing(record: Mapping[str, Any]) -> list[str]:
     for row, own in zip(ROWS, record["rows"], strict=True):
         lacking = [f"{row.recipe}-{task}" for task, ours in (own["ours"] or {}).items() if ours is None]
         found += lacking if len(lacking) < len(TASKS) else [f"{row.recipe}-*"]
-    return found + [again_name(rate).rpartition("/")[2] for rate, own in record["again"].items() if own is None]
+    again = [again_name(m, rate) for m, rates in record["again"].items() for rate, own in rates.items() if own is None]
+    return found + [name.rpartition("/")[2] for name in again]
