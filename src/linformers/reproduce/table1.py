@@ -22,7 +22,7 @@ from .jobs import origin
 from .matrix import Place
 
 HIDDEN, HEADS, PROJECTED = 512, 8, 128
-LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
+LENGTHS = {"cuda": (8192, 16384, 32768, 65536, 131072, 262144), "cpu": (1024, 2048, 4096, 8192)}
 TINY_LENGTHS = (128, 256, 512)
 # Below, what does not grow with n is a part of the time.
 FITTED = 3
@@ -122,12 +122,12 @@ def layers(n: int) -> dict[str, Callable[[], nn.Module]]:
 @torch.no_grad()
 def measure(place: Place, console: Console) -> dict[str, Any]:
     """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
-    lengths = list(TINY_LENGTHS if place.small else LENGTHS)
+    device = best_device()
+    lengths = list(TINY_LENGTHS if place.small else LENGTHS[device])
     if (before := collect(place)).get("lengths") == lengths:
         path = place.record("table1")
         console.print(f"{path} is there already; delete it to measure again", highlight=False, markup=False)
         return before
-    device = best_device()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     seconds: dict[str, list[float | None]] = {name: [] for name in THEORY}
     for n in lengths:
