@@ -22,7 +22,7 @@ from .jobs import origin
 from .matrix import Place
 
 HIDDEN, HEADS, PROJECTED = 512, 8, 128
-LENGTHS = {"cuda": (8192, 16384, 32768, 65536, 131072, 262144), "cpu": (1024, 2048, 4096, 8192)}
+LENGTHS = {"cuda": (8192, 16384, 32768, 65536, 131072, 262144), "cpu": (2048, 4096, 8192, 16384, 32768)}
 TINY_LENGTHS = (128, 256, 512)
 # Below, what does not grow with n is a part of the time.
 FITTED = 3
