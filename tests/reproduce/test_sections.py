@@ -162,6 +162,31 @@ def test_long_documents(data, tmp_path):
     assert f"`linformers reproduce long --data DIR {only}` fills it" in page
 
 
+def test_long_documents_beside_the_published(tmp_path):
+    write_run(tmp_path, "long/Linformer-k256", accuracy=[0.54, None])
+    write_run(tmp_path, "long/Linformer-k128-w32", accuracy=[0.64, None])
+    write_run(tmp_path, "long/Linformer-k128-w32-pretrained", accuracy=[0.8, None])
+    pure, local = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))
+    assert pure == "Linformer k=256, beside the published 53.94: from nothing it has 54.0, above."
+    assert local == (
+        "Linformer k=128 w=32, beside the Transformer's published 64.27: from nothing it has 64.0, below; pretrained "
+        "it has 80.0, above."
+    )
+
+
+def test_linear_time_can_be_refuted():
+    seconds = {name: [1.0, 2.0, 4.0] for name in table1.THEORY} | {"Transformer": [4.0, 16.0, 64.0]}
+    record = {"lengths": [128, 256, 512], "hidden": 64, "seconds": seconds}
+    assert table1.claims(record) == [
+        "“Linear time” (an exponent of at most 1.2): confirmed, 1.00 where the Transformer has 2.00; the Transformer, "
+        "with fused attention, takes 4.0 times at n = 128 and 16.0 times at n = 512 as long."
+    ]
+    seconds["Linformer"] = [1.0, 3.0, 9.0]
+    assert table1.claims(record)[0].startswith("“Linear time” (an exponent of at most 1.2): refuted, 1.58 where")
+    seconds["Linformer"] = [1.0, None, None]
+    assert table1.claims(record) == []
+
+
 def test_table_3_and_table_1_on_a_cpu(tmp_path):
     result = invoke("table3", "table1", "--runs", tmp_path / "runs", "--results", tmp_path / "results", "--small")
     assert result.exit_code == 0, result.output
@@ -313,6 +338,9 @@ def test_what_the_paper_says_of_table_2(tmp_path):
     assert "| 512 | Transformer twin | 90.0 ± 1.0 (93.1) | 90.0 ± 1.0 (94.1) |" in "\n".join(page)
     assert "| 512 | BERT-base | – (92.7) | – (93.5) | – (91.8) | – (89.6) | – (91.90) |" in page
     assert "- qqp: a subset." in page
+    assert table2.trained_again(record) == []
+    record["runs"]["pretraining/n512-twin-qnli"]["commit"] = "another"
+    assert [line.partition(":")[0] for line in table2.trained_again(record)] == ["Transformer twin (n = 512)"]
     write_run(tmp_path, "pretraining/n512-twin-qnli-half-rate", accuracy=[0.96, 0.01], note="")
     half, provisional, _, comparable, local = table2.claims(table2.collect(Place(None, results=tmp_path)))
     assert half.startswith(

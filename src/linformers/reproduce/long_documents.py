@@ -40,16 +40,17 @@ FROM_NOTHING = Settings(seeds=1, epochs=12, batch_size=32, learning_rate=5e-4)
 PRETRAINED = Settings(seeds=1, epochs=6, batch_size=32, learning_rate=3e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3)
 
+TWIN = "Transformer twin"
 MODELS: dict[str, dict[str, Any]] = {
-    "Transformer twin": {"projection": "identity"},
+    TWIN: {"projection": "identity"},
     "Linformer k=256": {"projected_length": 256},
     "Linformer k=128 w=32": {"projected_length": 128, "local_window": 32},
 }
 # What each is called by `linformers bench`.
-TIMED = {"Transformer twin": FUSED} | {name: name for name in MODELS if name.startswith("Linformer")}
+TIMED = {TWIN: FUSED} | {name: name for name in MODELS if name.startswith("Linformer")}
 SPEED = f"{GROUP}/speed"
 # Accuracies of Tay et al. (2021), table 1, column Text.
-PUBLISHED = {"Transformer twin": 64.27, "Linformer k=256": 53.94}
+PUBLISHED = {TWIN: 64.27, "Linformer k=256": 53.94}
 
 
 def names(place: Place) -> list[str]:
@@ -168,6 +169,25 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "else. A step is forward and backward of "
         f"{FROM_NOTHING.batch_size} documents of {N:,} bytes, compiled, its memory what it takes beside the weights.",
         "",
+        *(f"- {line}" for line in claims(record)),
         *to_fill("long", missing),
         "",
     ]
+
+
+def claims(record: Mapping[str, Any]) -> list[str]:
+    """Each model beside what was published of its kind, or of the Transformer where nothing was."""
+    lines = []
+    for model, own in record["rows"].items():
+        published, whose = PUBLISHED.get(model), "published"
+        if published is None:
+            published, whose = PUBLISHED[TWIN], "Transformer's published"
+        starts = (("from nothing", own["accuracy"]), ("pretrained", own["pretrained"]))
+        found = [
+            f"{start} it has {100 * accuracy[0]:.1f}, {'above' if 100 * accuracy[0] > published else 'below'}"
+            for start, accuracy in starts
+            if accuracy is not None
+        ]
+        if found:
+            lines.append(f"{model}, beside the {whose} {published}: {'; '.join(found)}.")
+    return lines

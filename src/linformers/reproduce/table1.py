@@ -18,6 +18,7 @@ from ..benchmark.measure import OutOfMemoryError, Run, best_device, captured, in
 from ..layer import LinformerAttention
 from ..markdown import table
 from ..provenance import commit, environment
+from .figure3 import verdict
 from .jobs import origin
 from .matrix import Place
 
@@ -26,6 +27,8 @@ LENGTHS = {"cuda": (8192, 16384, 32768, 65536, 131072, 262144), "cpu": (2048, 40
 TINY_LENGTHS = (128, 256, 512)
 # Below, what does not grow with n is a part of the time.
 FITTED = 3
+# An exponent up to which growth passes for linear.
+LINEAR = 1.2
 # Launching their kernels takes longer than these take on a GPU, which replays them from a graph instead.
 LAUNCH_BOUND = ("Transformer", "Sparse Transformer", "Linformer")
 
@@ -199,8 +202,29 @@ def page(record: Mapping[str, Any]) -> list[str]:
         rows.append((name, f"O({time})", f"{theory:g}", measured, f"O({chain})", last))
     return [
         f"One layer of {record['hidden']} channels, one sequence in a pass; the exponent of n is fitted to the "
-        f"{FITTED} longest of n = {', '.join(f'{n:,}' for n in lengths)}, and the last column is of the longest. It is "
-        "the time of the device: where launching kernels takes longer, they are replayed from a graph.",
+        f"{FITTED} longest of n = {', '.join(f'{n:,}' for n in lengths)}, and the last column is of the longest. On a "
+        "GPU, kernels that take less time than their launch are replayed from a graph. The chains are the theory's.",
         "",
         *table(header, rows),
+        *(f"- {line}" for line in claims(record)),
+        "",
+    ]
+
+
+def claims(record: Mapping[str, Any]) -> list[str]:
+    """Whether a Linformer is linear in n where the Transformer is not."""
+    found = {name: exponent(record["lengths"], record["seconds"][name]) for name in THEORY}
+    own, dense = found["Linformer"], found["Transformer"]
+    if own is None or dense is None:
+        return []
+    ratios = (
+        f"{theirs / ours:.1f} times at n = {n:,}"
+        for n, ours, theirs in zip(
+            record["lengths"], record["seconds"]["Linformer"], record["seconds"]["Transformer"], strict=True
+        )
+        if ours is not None and theirs is not None and n in (record["lengths"][0], record["lengths"][-1])
+    )
+    return [
+        f"“Linear time” (an exponent of at most {LINEAR}): {verdict(own <= LINEAR)}, {own:.2f} where the Transformer "
+        f"has {dense:.2f}; the Transformer, with fused attention, takes {' and '.join(ratios)} as long."
     ]

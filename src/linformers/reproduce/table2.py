@@ -114,27 +114,24 @@ def average(row: Mapping[str, Any]) -> float | None:
     return statistics.mean(mean for mean, _ in row["ours"].values())
 
 
+def averages_at_best_rates(record: Mapping[str, Any]) -> dict[tuple[int, str], float]:
+    """The average of each model by n and name; of those that ran at several rates on QNLI, with the best of these."""
+    found = {}
+    for row in record["rows"]:
+        if (mean := average(row)) is not None:
+            qnli = row["ours"]["qnli"][0]
+            others = [own[0] for own in record["again"].get(row["model"], {}).values() if own is not None]
+            found[row["n"], row["model"]] = mean + (max([qnli, *others]) - qnli) / len(TASKS)
+    return found
+
+
 def claims(record: Mapping[str, Any]) -> list[str]:
-    rows = record["rows"]
-    averages = {(row["n"], row["model"]): own for row in rows if (own := average(row)) is not None}
+    averages = averages_at_best_rates(record)
     pure = {place: own for place, own in averages.items() if place[1] not in AGAIN}
     lines = []
-    for model, rates in record["again"].items():
-        if (512, model) in averages:
-            qnli = next(row["ours"]["qnli"] for row in rows if row["model"] == model)
-            again = {rate: own for rate, own in rates.items() if own is not None}
-            averages[512, model] += (max(own[0] for own in (qnli, *again.values())) - qnli[0]) / len(TASKS)
-            others = ", ".join(f"{plus_minus(own, 1)} at {rate} the rate" for rate, own in again.items())
-            if others:
-                lines.append(
-                    f"{model}: {plus_minus(qnli, 1)} on QNLI, and {others}; with the best of these its average is "
-                    f"{averages[512, model]:.2f}, which is what follows compares."
-                )
-            if lacking := [rate for rate in rates if rate not in again]:
-                lines.append(
-                    f"{model}: {plus_minus(qnli, 1)} on QNLI, to be run at {' and '.join(lacking)} the rate, too: "
-                    "until then, what follows is provisional."
-                )
+    for row in record["rows"]:
+        if row["model"] in AGAIN and (row["n"], row["model"]) in averages:
+            lines += at_other_rates(row, record["again"][row["model"]], averages[row["n"], row["model"]])
     twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
     if twin is not None and pure:
         (n, model), best = max(pure.items(), key=lambda item: item[1])
@@ -150,6 +147,24 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         best_way = max(shared, key=lambda model: shared[model])
         named = "; ".join(f"{model} {own:.2f}" for model, own in shared.items())
         lines.append(f"“Layerwise sharing is best downstream”: {figure3.verdict('layer' in best_way)}. {named}.")
+    return lines
+
+
+def at_other_rates(row: Mapping[str, Any], rates: Mapping[str, Any], best: float) -> list[str]:
+    """What QNLI gives a model at other rates, and which of these are still to be run."""
+    common = f"{row['model']}: {plus_minus(row['ours']['qnli'], 1)} on QNLI"
+    again = [f"{plus_minus(own, 1)} at {rate} the rate" for rate, own in rates.items() if own is not None]
+    lacking = [rate for rate, own in rates.items() if own is None]
+    lines = []
+    if again:
+        lines.append(
+            f"{common}, and {', '.join(again)}; with the best of these its average is {best:.2f}, which is what "
+            "follows compares."
+        )
+    if lacking:
+        lines.append(
+            f"{common}, to be run at {' and '.join(lacking)} the rate, too: until then, what follows is provisional."
+        )
     return lines
 
 
@@ -173,9 +188,24 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "",
         *table(("n", "model", "SST-2", "IMDB", "QNLI", "QQP", "average"), rows),
         *(f"- {task}: {note}." for task, note in record["notes"].items()),
+        *(f"- {line}" for line in trained_again(record)),
         *(f"- {line}" for line in claims(record)),
         *to_fill("table2", missing(record)),
         "",
+    ]
+
+
+def trained_again(record: Mapping[str, Any]) -> list[str]:
+    """The rows whose cells are of several commits: the pretraining was repeated for them, by the same recipe."""
+    commits: dict[str, set[str]] = {}
+    for name, run in record["runs"].items():
+        recipe = next(own for own in RECIPES if name.startswith(f"{figure3.GROUP}/{own}-"))
+        commits.setdefault(recipe, set()).add(run["commit"])
+    repeated = [f"{row.model} (n = {row.n})" for row in ROWS if len(commits.get(row.recipe or "", ())) > 1]
+    return [
+        f"{model}: not all of its tasks were run at one commit, and each time the pretraining was repeated, by the "
+        "same recipe with the same seed."
+        for model in repeated
     ]
 
 
