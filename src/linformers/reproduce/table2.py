@@ -202,8 +202,8 @@ def trained_again(record: Mapping[str, Any]) -> list[str]:
         commits.setdefault(recipe, set()).add(run["commit"])
     repeated = [f"{row.model} (n = {row.n})" for row in ROWS if len(commits.get(row.recipe or "", ())) > 1]
     return [
-        f"{model}: not all of its tasks were run at one commit, and each time the pretraining was repeated, by the "
-        "same recipe with the same seed."
+        f"{model}: its tasks were run at several commits and not all from the same weights; the pretraining was "
+        "repeated, by the same recipe with the same seed."
         for model in repeated
     ]
 
