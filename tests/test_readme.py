@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands."""
+"""What the README and the pages behind it show runs as it stands, and what they link to is there."""
 
 import dataclasses
 import re
@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MODELS = (ROOT / "docs" / "models.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README + MODELS, re.DOTALL)
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
@@ -39,7 +41,7 @@ def test_table_of_choices_names_fields_and_defaults():
     from linformers import LinformerConfig
 
     defaults = {field.name: field.default for field in dataclasses.fields(LinformerConfig)}
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", MODELS, re.MULTILINE)
     assert len(rows) == 13
     for field, values in rows:
         default = re.search(r'\*\*`"(.*?)"`\*\*', values) or re.match(r"`?([\w.]+)`?", values)
@@ -51,3 +53,28 @@ def test_first_table_is_that_of_the_results():
     section = page.split("## What matters most\n\n")[1].split("\n\n")[0]
     assert section.startswith("| ")
     assert section in README
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not link.startswith("https://"):
+            assert not dead(page, link), link
+
+
+def dead(page, link):
+    """Whether a link of a page leads to no file, or to no heading of it."""
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    if not target.exists():
+        return True
+    headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
+    return bool(anchor) and anchor not in {re.sub(r"[^\w -]", "", own.lower()).replace(" ", "-") for own in headings}
+
+
+def test_a_dead_link_is_found():
+    page = ROOT / "README.md"
+    assert dead(page, "docs/nowhere.md")
+    assert dead(page, "docs/models.md#no-such-choice")
+    assert not dead(page, "docs/models.md#the-choices")

@@ -31,7 +31,7 @@ class Place:
     """Where everything is.
 
     Attributes:
-        data: the folder of raw data, as the README describes it.
+        data: the folder of raw data, as docs/commands.md describes it.
         recipes: the folder of recipes.
         runs: the folder for runs, which may be deleted when all is done.
         results: the folder for results, which is kept.
@@ -271,5 +271,5 @@ def hashes(folder: Path) -> dict[str, str]:
     """What tells these files from others."""
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
-        raise ValueError(f"{str(folder)!r} holds no files: expected a task's, as the README describes them")
+        raise ValueError(f"{str(folder)!r} holds no files: expected a task's, as docs/commands.md describes them")
     return {path.name: file_hash(path) for path in files}
