@@ -88,3 +88,10 @@ def test_importing_registers_the_auto_classes():
         "print(type(AutoModelForMaskedLM.from_config(config)).__name__)"
     )
     assert output.strip() == "LinformerForMaskedLM"
+
+
+def test_the_order_is_the_one_that_contributors_read():
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    chain = next(line for line in text.splitlines() if line.count("→") > 5)
+    told = [set(place.strip("{} ").split(", ")) for place in chain.split("→")]
+    assert told == LAYERS[:-1]
