@@ -176,7 +176,9 @@ def length_claims(record: Mapping[str, Any]) -> list[str]:
         same_k = [(short[128], long[128]), (short[256], long[256])]
         same_ratio = [(short[64], long[128]), (short[128], long[256])]
         smaller = [_change(a) < _change(b) for a, b in zip(same_k, same_ratio, strict=True)]
-        found = verdict(smaller[0]) if smaller[0] == smaller[1] else "confirmed at one k, refuted at the other"
+        found = verdict(smaller[0])
+        if smaller[0] != smaller[1]:
+            found = f"{verdict(smaller[0])} at k = 128, {verdict(smaller[1])} at k = 256"
         words = [f"from {before:.2f} to {after:.2f}" for before, after in (*same_k, *same_ratio)]
         twins = [ends(record, panel)["Transformer"] for panel in "ab"]
         lines.append(

@@ -193,11 +193,11 @@ def finetuning(
 
 
 def to_fill(section: str, names: Sequence[str]) -> list[str]:
-    """What a page says of the runs that it lacks: why, and what runs them."""
+    """What a page says of the runs that it lacks: what runs them."""
     if not names:
         return []
     only = " ".join(f"--only {shlex.quote(name)}" for name in names)
-    return [f"- What is missing had no time on a GPU yet; `linformers reproduce {section} --data DIR {only}` fills it."]
+    return [f"- What is missing was not run yet; `linformers reproduce {section} --data DIR {only}` fills it."]
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,12 +65,15 @@ INTRODUCTION = """\
 
 The paper's tables and figures on real text, with models that one GPU trains in minutes. This page is made by
 `linformers reproduce`; what it shows, with commands, commits, hardware and versions, is in [results/](../results). A
-command gives its number at the commit beside it: recipes and defaults have changed since some of these runs.
+command gives its number at the commit beside it: recipes and defaults have changed since some of these runs. What is
+missing stands with the command that runs it; unless another reason is given, there was no time on a GPU for it yet.
 
 What differs from the paper in all that is trained here, but for long documents: models of 34M parameters instead of
 110M, thousands of updates instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of
 Wikipedia and BookCorpus, and the twin, a Transformer with everything but the projection equal, in the place of RoBERTa.
 """
+# In the json of a section whose models are tiny.
+SMALL_FLAG = "small"
 SMALL = """\
 # A test of the whole path
 
@@ -99,7 +104,7 @@ def run(
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes={minutes} must be above 0")
     if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
-        raise ValueError(f"only={list(only)} has no effect on {', '.join(names)}, which are not made of runs")
+        raise ValueError(f"only={list(only)} has no effect: {', '.join(names)} are not sections made of runs")
     place.check()
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     trained = [name for name in wanted if name in TRAINED]
@@ -108,6 +113,10 @@ def run(
     if not wanted and not has_results(place):
         raise ValueError(f"results={str(place.results)!r} holds no results: name a folder that reproduce wrote to")
     check_only(only, [name for section in trained for name in TRAINED[section].names(place)])
+    small = is_small(place)
+    if wanted and small != place.small:
+        held = "of tiny models" if small else "of full size"
+        raise ValueError(f"results={str(place.results)!r} holds results {held}; choose another folder")
     make_folder("results", place.results)
     if "table3" in wanted and not table3.folders(place):
         table3.settings(place)  # refuses what would otherwise fail after hours
@@ -127,15 +136,15 @@ def run(
         to_measure = name in wanted and name in MEASURED and code <= 1 and time.monotonic() < deadline
         record = section.measure(place, console) if to_measure else section.collect(place)
         if record["runs"]:
-            _write(name, record, place)
+            _write(name, {**record, SMALL_FLAG: small}, place)
     page = page_path(place)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_text(place), encoding="utf-8")
-    if place.small:
+    if is_small(place):
         console.print(Markdown(SMALL))
     for name in wanted:
-        if (path := place.record(name)).is_file():
-            console.print(Markdown("\n".join(section_text(name, json.loads(path.read_text())))))
+        if (record := place.read(name)) is not None:
+            console.print(Markdown(for_place("\n".join(section_text(name, record)), place)))
     console.print(f"Written to {place.results} and {page}", markup=False)
     return code
 
@@ -183,9 +192,23 @@ def has_results(place: Place) -> bool:
     return any(place.record(name).is_file() or own.collect(place)["runs"] for name, own in SECTIONS.items())
 
 
+def is_small(place: Place) -> bool:
+    """Whether the results there are those of tiny models; where there are none yet, whether they are to be."""
+    flags = [record.get(SMALL_FLAG, False) for name in SECTIONS if (record := place.read(name)) is not None]
+    return any(flags) if flags else place.small
+
+
+def for_place(text: str, place: Place) -> str:
+    """Commands that fill what is missing, with the options without which they would fill other results."""
+    options = " --small" if is_small(place) else ""
+    if page_path(place) != PROJECT:
+        options += f" --results {shlex.quote(str(place.results))}"
+    return re.sub(r"`(linformers reproduce [^`]*)`( fills)", rf"`\1{options}`\2", text)
+
+
 def page_text(place: Place) -> str:
     """What the page holds, from the json of all sections that there are."""
-    lines = [SMALL if place.small else INTRODUCTION]  # whose links are those of docs/results.md
+    lines = [SMALL if is_small(place) else INTRODUCTION]  # whose links are those of docs/results.md
     for name, title in TITLES.items():
         path = place.record(name)
         if not path.is_file():
@@ -200,13 +223,16 @@ def page_text(place: Place) -> str:
         if path.with_suffix(".png").is_file():
             lines += [f"![{title}]({where}/{name}.png)", ""]
         lines += [f"From [{name}.json]({where}/{name}.json): {origins(record['runs'])}.", ""]
-    text = "\n".join(lines)
+    text = for_place("\n".join(lines), place)
     return text if page_path(place) == PROJECT else text.replace("](../results", "](.")
 
 
 def section_text(name: str, record: Mapping[str, Any]) -> list[str]:
-    """What the page says of a section that is there."""
-    return [f"## {TITLES[name]}", "", *SECTIONS[name].page(record)]
+    """What the page says of a section that is there; of tiny models, nothing about the paper's claims."""
+    lines = SECTIONS[name].page(record)
+    if record.get(SMALL_FLAG):
+        lines = [line for line in lines if not line.startswith("- “")]
+    return [f"## {TITLES[name]}", "", *lines]
 
 
 def origins(runs: Mapping[str, Any]) -> str:

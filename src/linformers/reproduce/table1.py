@@ -139,7 +139,7 @@ def measure(place: Place, console: Console) -> dict[str, Any]:
         for name, values in seconds.items():
             values.append(found.get(name))
     where = {"command": "linformers reproduce table1", "commit": commit(), **environment()}
-    sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype)}
+    sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype), "threads": where["threads"]}
     return {"runs": {"table1": origin(where)}, "lengths": lengths, **sizes, "seconds": seconds}
 
 
@@ -193,17 +193,21 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "longest chain",
         "last ms",
     )
+    on_gpu = record["dtype"] == "torch.bfloat16"
+    graphs = "on a GPU, which replays kernels that take less time than their launch from a graph"
+    where = graphs if on_gpu else f"on {record['threads']} CPU cores"
     rows = []
     for name, (time, theory, chain) in THEORY.items():
         values = record["seconds"][name]
         own = exponent(lengths, values)
-        measured = "–" if own is None else f"{own:.2f}"
+        measured = "–" if own is None else f"{own:.1f}"
         last = "out of memory" if values[-1] is None else f"{1000 * values[-1]:.2f}"
         rows.append((name, f"O({time})", f"{theory:g}", measured, f"O({chain})", last))
     return [
-        f"One layer of {record['hidden']} channels, one sequence in a pass; the exponent of n is fitted to the "
-        f"{FITTED} longest of n = {', '.join(f'{n:,}' for n in lengths)}, and the last column is of the longest. On a "
-        "GPU, kernels that take less time than their launch are replayed from a graph. The chains are the theory's.",
+        f"A forward pass of one sequence through one layer of {record['hidden']} channels (a Linformer's has "
+        f"k = {record['projected']}, E = F) in {record['dtype'].removeprefix('torch.')}, {where}. The exponent of n is "
+        f"fitted to the {FITTED} longest of n = {', '.join(f'{n:,}' for n in lengths)}, and the last column is of the "
+        "longest; the chains are the theory's.",
         "",
         *table(header, rows),
         *(f"- {line}" for line in claims(record)),
@@ -225,6 +229,7 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         if ours is not None and theirs is not None and n in (record["lengths"][0], record["lengths"][-1])
     )
     return [
-        f"“Linear time” (an exponent of at most {LINEAR}): {verdict(own <= LINEAR)}, {own:.2f} where the Transformer "
-        f"has {dense:.2f}; the Transformer, with fused attention, takes {' and '.join(ratios)} as long."
+        f"“Linear time” (an exponent of at most {LINEAR}, since runs differ by about 0.1): {verdict(own <= LINEAR)}, "
+        f"{own:.1f} where the Transformer has {dense:.1f}; the Transformer, with fused attention, takes "
+        f"{' and '.join(ratios)} as long."
     ]

@@ -108,7 +108,7 @@ class Recipe:
             value = getattr(self, name)
             if not is_number(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be 0 or a positive integer")
-        for name in ("learning_rate", "adam_epsilon", "max_grad_norm"):
+        for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "mask_share"):
             check_positive(name, getattr(self, name))
         for name in ("adam_beta1", "adam_beta2", "mask_share", "weight_decay", "short_rows"):
             check_probability(name, getattr(self, name))
