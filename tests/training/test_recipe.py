@@ -54,6 +54,7 @@ def test_base(tmp_path):
         (["steps=[1"], "'steps=[1': the value is not YAML"),
         (["learning_rate=-1"], "learning_rate=-1 must be a positive number"),
         (["short_rows=1.5"], "short_rows=1.5 must be a probability"),
+        (["mask_share=0"], "mask_share=0 must be a positive number"),
         (["schedule=linaer"], "schedule='linaer' is not one of 'linear', 'cosine', 'constant'; did you mean 'linear'?"),
         (["shard=maybe"], "shard='maybe' must be true or false"),
         (["workers=-1"], "workers=-1 must be 0 or a positive integer"),

@@ -213,8 +213,9 @@ def test_numbers_of_predict_and_evaluate(pretrained, corpus):
         inference.predict(pretrained / "model", [], io.StringIO(), best=100_000)
     with refused("rows=0 must be a positive integer"):
         inference.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
-    with refused("mask_share=2 must be"):
-        inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=2)
+    for share in (0, 2):
+        with refused(f"mask_share={share} must be"):
+            inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=share)
     shares = [inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=s) for s in (0.15, 0.5)]
     assert shares[1]["masked_tokens"] > 2 * shares[0]["masked_tokens"]
 

@@ -104,7 +104,7 @@ def run(
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes={minutes} must be above 0")
     if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
-        raise ValueError(f"only={list(only)} has no effect: {', '.join(names)} are not sections made of runs")
+        raise ValueError(f"only={list(only)} has no effect: {', '.join(names)} has no runs of its own")
     place.check()
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     trained = [name for name in wanted if name in TRAINED]
