@@ -123,12 +123,15 @@ def test_what_measures_time_runs_alone(tmp_path):
 def test_what_was_left_behind_and_is_gone_is_made_again(tmp_path):
     first = job(tmp_path, "first")
     assert run([first], tmp_path) == 0
+    record = Store(tmp_path / "records").read("first")
     (tmp_path / "first").unlink()
     assert [own.name for own in jobs.missing([first], Store(tmp_path / "records"))] == []
     second = job(tmp_path, "then", after=first)
     assert [own.name for own in jobs.missing([first, second], Store(tmp_path / "records"))] == ["first", "then"]
     assert run([first, second], tmp_path) == 0
     assert (tmp_path / "first").exists()
+    assert Store(tmp_path / "records").read("first") == record  # what others have cited
+    assert Store(tmp_path / "records").read("first-repeated")["key"] == record["key"]
 
 
 def test_a_failure_is_told_and_the_others_go_on(tmp_path, capsys):

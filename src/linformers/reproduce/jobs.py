@@ -26,6 +26,8 @@ from ..training.checkpointing import write_text
 # What a number depends on beside recipe and data. It changes when the same recipe would give another result.
 CODE_VERSION = 1
 NOTE = "job.json"
+# How the name of a record ends whose job was done before and repeated, since what it had left behind was gone.
+REPEATED = "-repeated"
 ORIGIN = ("command", "commit", "device", "python", "torch", "transformers")
 
 
@@ -101,9 +103,12 @@ class Store:
             raise ValueError(f"{job.out} holds a run of other code, data or recipe; delete it to run this")
 
     def write(self, job: Job) -> None:
-        """The record of a job that is done: where it began, what decided, and what came of it."""
+        """The record of a job that is done: where it began, what decided, and what came of it.
+
+        One that had been done before keeps its first record, and has another of its repetition.
+        """
         record = {**json.loads((job.out / NOTE).read_text()), "decides": job.decides, "result": job.collect()}
-        path = self._path(job.name)
+        path = self._path(job.name if self.find(job) is None else f"{job.name}{REPEATED}")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(record, indent=1) + "\n")
 

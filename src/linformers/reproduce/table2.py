@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from ..markdown import table
 from ..training.finetune import Settings
 from ..training.metrics import plus_minus
 from . import figure3
-from .jobs import Job
+from .jobs import REPEATED, Job
 from .matrix import TASKS, Place, corpus, finetuning, known_task, model_of, to_fill
 
 SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
@@ -49,9 +48,7 @@ ROWS = (
 )
 RECIPES = [row.recipe for row in ROWS if row.recipe is not None]
 # On QNLI three seeds of the twin differ by ten points: again at other rates, so that it loses nothing by our choice.
-AGAIN, OTHER_RATES = {TWIN: "n512-twin-qnli"}, {"half": 0.5, "double": 2.0}
-# How the record of a pretraining ends that was repeated for tasks which had lost its weights.
-REPEATED = "-repeated"
+AGAIN, OTHER_RATES = f"{figure3.GROUP}/n512-twin-qnli", {"half": 0.5, "double": 2.0}
 # The rows that decide come first, since time on a GPU is short.
 FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 
@@ -59,7 +56,7 @@ FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 def names(place: Place) -> list[str]:
     """What its runs are called."""
     found = [f"{figure3.GROUP}/{recipe}{task}" for recipe in RECIPES for task in ("", *(f"-{own}" for own in TASKS))]
-    return found if place.small else [*found, *(again_name(model, rate) for model in AGAIN for rate in OTHER_RATES)]
+    return found if place.small else [*found, *map(again_name, OTHER_RATES)]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
@@ -73,22 +70,21 @@ def jobs(place: Place, console: Console) -> list[Job]:
         for task in TASKS:
             name, data = f"{first.name}-{task}", known_task(place, task)
             found.append(finetuning(place, name, model, data, settings, first.key, first))
-            again = [own for own, run in AGAIN.items() if name == f"{figure3.GROUP}/{run}" and not place.small]
-            for own, (rate, factor) in itertools.product(again, OTHER_RATES.items()):
-                other = dataclasses.replace(settings, learning_rate=factor * settings.learning_rate)
-                found.append(finetuning(place, again_name(own, rate), model, data, other, first.key, first))
+            if name == AGAIN and not place.small:
+                for rate, factor in OTHER_RATES.items():
+                    other = dataclasses.replace(settings, learning_rate=factor * settings.learning_rate)
+                    found.append(finetuning(place, again_name(rate), model, data, other, first.key, first))
     return found
 
 
-def again_name(model: str, rate: str) -> str:
-    return f"{figure3.GROUP}/{AGAIN[model]}-{rate}-rate"
+def again_name(rate: str) -> str:
+    return f"{AGAIN}-{rate}-rate"
 
 
 def collect(place: Place) -> dict[str, Any]:
     """Accuracies of each row in percent, mean and deviation over seeds; `None` where a run is missing."""
     tuned = {(recipe, task): f"{figure3.GROUP}/{recipe}-{task}" for recipe in RECIPES for task in TASKS}
-    again_names = [again_name(model, rate) for model in AGAIN for rate in OTHER_RATES]
-    results, runs = place.store.results([*tuned.values(), *again_names])
+    results, runs = place.store.results([*tuned.values(), *map(again_name, OTHER_RATES)])
 
     def accuracy(name: str) -> list[float | None] | None:
         result = results.get(name)
@@ -103,16 +99,15 @@ def collect(place: Place) -> dict[str, Any]:
         }
         for row in ROWS
     ]
-    seeds = {
-        AGAIN[model] + ending: [100 * own["accuracy"] for own in result["seeds"]]
-        for model in AGAIN
-        for ending in ("", *(f"-{rate}-rate" for rate in OTHER_RATES))
-        if (result := results.get(f"{figure3.GROUP}/{AGAIN[model]}{ending}")) is not None and "seeds" in result
-    }
+    seeds = [
+        [100 * own["accuracy"] for own in results[name]["seeds"]]
+        for name in (AGAIN, *map(again_name, OTHER_RATES))
+        if name in results
+    ]
     notes = {task: r["note"] for task in TASKS for name, r in results.items() if name.endswith(task) and r["note"]}
-    again = {model: {rate: accuracy(again_name(model, rate)) for rate in OTHER_RATES} for model in AGAIN}
+    again = {rate: accuracy(again_name(rate)) for rate in OTHER_RATES}
     repeated = {
-        row.model: [record["result"]["perplexity"] for record in found]
+        f"{row.model} (n = {row.n})": [record["result"]["perplexity"] for record in found]
         for row in ROWS
         if row.recipe is not None and len(found := pretrainings(place, row.recipe)) > 1
     }
@@ -133,24 +128,24 @@ def average(row: Mapping[str, Any]) -> float | None:
 
 
 def averages_at_best_rates(record: Mapping[str, Any]) -> dict[tuple[int, str], float]:
-    """The average of each model by n and name; of those that ran at several rates on QNLI, with the best of these."""
-    found = {}
-    for row in record["rows"]:
-        if (mean := average(row)) is not None:
-            qnli = row["ours"]["qnli"][0]
-            others = [own[0] for own in record["again"].get(row["model"], {}).values() if own is not None]
-            found[row["n"], row["model"]] = mean + (max([qnli, *others]) - qnli) / len(TASKS)
+    """The average of each model by n and name; the twin's with the best of its rates on QNLI."""
+    found = {(row["n"], row["model"]): own for row in record["rows"] if (own := average(row)) is not None}
+    if (512, TWIN) in found:
+        rates = [_qnli(record), *(own for own in record["again"].values() if own is not None)]
+        found[512, TWIN] += (max(mean for mean, _ in rates) - rates[0][0]) / len(TASKS)
     return found
+
+
+def _qnli(record: Mapping[str, Any]) -> list[float]:
+    """The twin's, at the common rate."""
+    return next(row["ours"]["qnli"] for row in record["rows"] if row["model"] == TWIN)
 
 
 def claims(record: Mapping[str, Any]) -> list[str]:
     averages = averages_at_best_rates(record)
     pure = {place: own for place, own in averages.items() if place[1] not in (TWIN, LOCAL)}
-    lines = []
-    for row in record["rows"]:
-        if row["model"] in AGAIN and (row["n"], row["model"]) in averages:
-            lines += at_other_rates(row, record["again"][row["model"]], averages[row["n"], row["model"]])
     twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
+    lines = [] if twin is None else at_other_rates(record, twin)
     if twin is not None and pure:
         (n, model), best = max(pure.items(), key=lambda item: item[1])
         lines.append(
@@ -174,7 +169,7 @@ def without_qnli(record: Mapping[str, Any]) -> list[str]:
     ]
     if not record["seeds"] or len(found) < 2:
         return []
-    seeds = "; ".join(", ".join(f"{own:.1f}" for own in accuracies) for accuracies in record["seeds"].values())
+    seeds = "; ".join(", ".join(f"{own:.1f}" for own in accuracies) for accuracies in record["seeds"])
     return [
         f"On QNLI seeds of the twin take off or do not ({seeds}), and their mean says little. Without QNLI the "
         f"averages are: {'; '.join(found)}."
@@ -196,11 +191,11 @@ def layerwise(averages: Mapping[tuple[int, str], float]) -> list[str]:
     return [f"“Layerwise sharing is best downstream”: {', '.join(verdicts)}. {'. '.join(numbers)}."]
 
 
-def at_other_rates(row: Mapping[str, Any], rates: Mapping[str, Any], best: float) -> list[str]:
-    """What QNLI gives a model at other rates, and which of these are still to be run."""
-    common = f"{row['model']}: {plus_minus(row['ours']['qnli'], 1)} on QNLI"
-    again = [f"{plus_minus(own, 1)} at {rate} the rate" for rate, own in rates.items() if own is not None]
-    lacking = [rate for rate, own in rates.items() if own is None]
+def at_other_rates(record: Mapping[str, Any], best: float) -> list[str]:
+    """What QNLI gives the twin at other rates, and which of these are still to be run."""
+    common = f"{TWIN}: {plus_minus(_qnli(record), 1)} on QNLI"
+    again = [f"{plus_minus(own, 1)} at {rate} the rate" for rate, own in record["again"].items() if own is not None]
+    lacking = [rate for rate, own in record["again"].items() if own is None]
     lines = []
     if again:
         lines.append(
@@ -242,10 +237,10 @@ def page(record: Mapping[str, Any]) -> list[str]:
 
 
 def trained_again(record: Mapping[str, Any]) -> list[str]:
-    """The rows whose tasks began from two pretrainings."""
+    """The rows whose pretraining was repeated."""
     return [
-        f"{model} (n = 512): not all tasks are of the same weights; the pretraining was repeated for some, by the same "
-        f"recipe with the same seed, and ends at {' and '.join(f'{own:.2f}' for own in perplexities)}."
+        f"{model}: the pretraining was repeated for tasks that had lost its weights, by the same recipe with the same "
+        f"seed; it ends at {' and '.join(f'{own:.2f}' for own in perplexities)}."
         for model, perplexities in record["repeated"].items()
     ]
 
@@ -256,5 +251,4 @@ def missing(record: Mapping[str, Any]) -> list[str]:
     for row, own in zip(ROWS, record["rows"], strict=True):
         lacking = [f"{row.recipe}-{task}" for task, ours in (own["ours"] or {}).items() if ours is None]
         found += lacking if len(lacking) < len(TASKS) else [f"{row.recipe}-*"]
-    again = [again_name(m, rate) for m, rates in record["again"].items() for rate, own in rates.items() if own is None]
-    return found + [name.rpartition("/")[2] for name in again]
+    return found + [again_name(rate).rpartition("/")[2] for rate, own in record["again"].items() if own is None]
