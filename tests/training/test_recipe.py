@@ -74,7 +74,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="holds no recipe"):
         recipes.read(tmp_path / "list.yaml")
     (tmp_path / "bad.yaml").write_text("a: [\n")
-    with pytest.raises(ValueError, match="is not YAML"):
+    with pytest.raises(ValueError, match=r"bad.yaml is not YAML: .* in line 2$"):
         recipes.read(tmp_path / "bad.yaml")
     (tmp_path / "short.yaml").write_text("data: d\nout: o\n")
     with pytest.raises(ValueError, match=re.escape("short.yaml has no 'steps'; add it, or pass steps=…")):

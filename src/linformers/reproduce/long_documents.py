@@ -38,7 +38,7 @@ N = 4096
 BYTES = 256 + 5  # and the special tokens
 FROM_NOTHING = Settings(seeds=1, epochs=12, batch_size=32, learning_rate=5e-4)
 PRETRAINED = Settings(seeds=1, epochs=6, batch_size=32, learning_rate=3e-4)
-TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3)
+TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=64)
 
 TWIN = "Transformer twin"
 MODELS: dict[str, dict[str, Any]] = {

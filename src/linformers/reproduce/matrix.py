@@ -181,6 +181,8 @@ def finetuning(
         "batch-size": settings.batch_size,
         "learning-rate": settings.learning_rate,
     }
+    if settings.max_length:
+        options["max-length"] = settings.max_length
     return Job(
         name=name,
         arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags(options)],

@@ -211,6 +211,9 @@ def _load(path: Path, depth: int = 0) -> dict[str, Any]:
         raise ValueError(f"recipe {str(path)!r} does not exist") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not text in UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"{path} is not YAML: {error.problem}{where}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
