@@ -17,7 +17,7 @@ from .jobs import REPEATED, Job
 from .matrix import TASKS, Place, corpus, finetuning, known_task, model_of, to_fill
 
 SETTINGS = Settings(seeds=3, epochs=3, batch_size=128, learning_rate=2e-4)
-TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=32)
+TINY = Settings(seeds=1, epochs=1, batch_size=64, learning_rate=1e-3)
 
 TWIN, LOCAL = "Transformer twin", "Linformer, 128, local window 32"
 
