@@ -55,6 +55,13 @@ def test_first_table_is_that_of_the_results():
     assert section in README
 
 
+@pytest.mark.parametrize("name", ["quality", "speed"])
+def test_tables_of_the_readme_are_those_of_the_pages_behind_it(name):
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    (table,) = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    assert table in README
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
     page = ROOT / name

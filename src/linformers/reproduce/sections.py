@@ -140,11 +140,11 @@ def run(
     page = page_path(place)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_text(place), encoding="utf-8")
-    if is_small(place):
+    if small:
         console.print(Markdown(SMALL))
     for name in wanted:
         if (record := place.read(name)) is not None:
-            console.print(Markdown(for_place("\n".join(section_text(name, record)), place)))
+            console.print(Markdown(for_place("\n".join(section_text(name, record)), place, small)))
     console.print(f"Written to {place.results} and {page}", markup=False)
     return code
 
@@ -198,17 +198,18 @@ def is_small(place: Place) -> bool:
     return any(flags) if flags else place.small
 
 
-def for_place(text: str, place: Place) -> str:
+def for_place(text: str, place: Place, small: bool) -> str:
     """Commands that fill what is missing, with the options without which they would fill other results."""
-    options = " --small" if is_small(place) else ""
+    options = " --small" if small else ""
     if page_path(place) != PROJECT:
         options += f" --results {shlex.quote(str(place.results))}"
-    return re.sub(r"`(linformers reproduce [^`]*)`( fills)", rf"`\1{options}`\2", text)
+    return re.sub(r"(?<=`)linformers reproduce [^`]*(?=` fills)", lambda command: command[0] + options, text)
 
 
 def page_text(place: Place) -> str:
     """What the page holds, from the json of all sections that there are."""
-    lines = [SMALL if is_small(place) else INTRODUCTION]  # whose links are those of docs/results.md
+    small = is_small(place)
+    lines = [SMALL if small else INTRODUCTION]  # whose links are those of docs/results.md
     for name, title in TITLES.items():
         path = place.record(name)
         if not path.is_file():
@@ -223,7 +224,7 @@ def page_text(place: Place) -> str:
         if path.with_suffix(".png").is_file():
             lines += [f"![{title}]({where}/{name}.png)", ""]
         lines += [f"From [{name}.json]({where}/{name}.json): {origins(record['runs'])}.", ""]
-    text = for_place("\n".join(lines), place)
+    text = for_place("\n".join(lines), place, small)
     return text if page_path(place) == PROJECT else text.replace("](../results", "](.")
 
 

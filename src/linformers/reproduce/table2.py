@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -49,6 +49,7 @@ ROWS = (
 RECIPES = [row.recipe for row in ROWS if row.recipe is not None]
 # On QNLI three seeds of the twin differ by ten points: again at other rates, so that it loses nothing by our choice.
 AGAIN, OTHER_RATES = f"{figure3.GROUP}/n512-twin-qnli", {"half": 0.5, "double": 2.0}
+WITHOUT_QNLI = [task for task in TASKS if task != "qnli"]
 # The rows that decide come first, since time on a GPU is short.
 FIRST = ("n512-twin", "n512-k256-layerwise", "n512-k128-w32")
 
@@ -120,11 +121,11 @@ def pretrainings(place: Place, recipe: str) -> list[dict[str, Any]]:
     return [record for name in names if (record := place.store.read(name)) is not None]
 
 
-def average(row: Mapping[str, Any]) -> float | None:
-    """Of our four accuracies, once all are there."""
-    if row["ours"] is None or not all(row["ours"].values()):
+def average(row: Mapping[str, Any], tasks: Sequence[str] = TASKS) -> float | None:
+    """Of our accuracies on these tasks, once all are there."""
+    if row["ours"] is None or not all(row["ours"][task] for task in tasks):
         return None
-    return statistics.mean(mean for mean, _ in row["ours"].values())
+    return statistics.mean(row["ours"][task][0] for task in tasks)
 
 
 def averages_at_best_rates(record: Mapping[str, Any]) -> dict[tuple[int, str], float]:
@@ -161,11 +162,10 @@ def claims(record: Mapping[str, Any]) -> list[str]:
 
 def without_qnli(record: Mapping[str, Any]) -> list[str]:
     """The averages of the other tasks, since on QNLI the twin's seeds take off or do not."""
-    others = [task for task in TASKS if task != "qnli"]
     found = [
-        f"{row['model']} {statistics.mean(row['ours'][task][0] for task in others):.1f}"
+        f"{row['model']} {own:.1f}"
         for row in record["rows"]
-        if row["n"] == 512 and row["ours"] is not None and all(row["ours"][task] for task in others)
+        if row["n"] == 512 and (own := average(row, WITHOUT_QNLI)) is not None
     ]
     if not record["seeds"] or len(found) < 2:
         return []
