@@ -297,7 +297,7 @@ def test_nothing_tiny_stands_among_the_results(data, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_not_there_is_refused_before_anything_is_made(data, tmp_path):
-    with pytest.raises(ValueError, match="only='n512' is like none of the 17 runs; did you mean 'n512-"):
+    with pytest.raises(ValueError, match="only='n512' is like none of the 19 runs; did you mean 'n512-"):
         invoke("figure3", *places(tmp_path, data), "--small", "--only", "n512")
     with pytest.raises(ValueError, match="only='chosen' is like none of the 2 runs; did you mean 'choice'"):
         invoke("chosen-k", *places(tmp_path, data), "--small", "--only", "chosen")
@@ -318,13 +318,18 @@ def test_what_the_paper_says_of_figure_3(tmp_path):
     ends |= {"n1024-twin": 50, "n1024-k128-layerwise": 76, "n1024-k256-layerwise": 52}
     ends |= {"n2048-k256-layerwise": 54, "n4096-k256-layerwise": 90}
     for name, end in ends.items():
-        write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, float(end)]])
+        write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, float(end)]], perplexity=float(end))
     record = figure3.collect(Place(None, results=tmp_path))
     better, par, length, decides = figure3.claims(record)
     assert better == "“Better with k”: confirmed. At n = 512, k = 64, 128 and 256 end at 80.0, 60.0 and 41.0."
     assert par.startswith("“Nearly on par” with the Transformer at k = 256: confirmed")
     assert length.startswith("“Length does not matter at fixed k”: refuted. n=512 41.0, n=1024 52.0,")
-    assert "n=4096 did not leave the plateau on which every run begins. The twin was run at" in length
+    assert "n=4096 did not leave the plateau on which every run begins. In multiples of the twin's it is 1.02" in length
+    assert length.endswith("1.04 at n=1024.")
+    page = "\n".join(figure3.page(record))
+    assert "| Transformer twin | 40.0 | 50.0 | missing | missing |" in page
+    assert "| E at the common rate | – | – | missing | missing |" in page
+    assert "--only n2048-twin --only n4096-twin --only n2048-k256-layerwise-fast-E" in page
     assert decides.startswith(
         "“k, not n/k, decides”: confirmed. From n = 512 to 1024 the twin itself goes from 40.0 to"
     )

@@ -57,55 +57,44 @@ PANELS = {
 }
 
 
-class Variant(NamedTuple):
-    """A change to some runs of panel d: in words, in their recipe, and in their names."""
+class Run(NamedTuple):
+    """A pretraining run: its recipe, what is changed there, and how its name then ends."""
 
-    words: str
-    change: str
-    ending: str
-    labels: tuple[str, ...]
+    recipe: str
+    change: str = ""
+    ending: str = ""
 
-    def runs(self) -> dict[str, str]:
-        """The names of the runs by their labels."""
-        return {label: f"{PANELS['d'][1][label]}-{self.ending}" for label in self.labels}
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}{self.ending}"
 
 
-VARIANTS = (
-    Variant(
-        "With E at the common rate (`model.projection_scale=1`), which is best at n = 512",
-        "model.projection_scale=1.0",
-        "fast-E",
-        ("n=2048", "n=4096"),
-    ),
-    Variant(
-        "With a local window of 32, and E beside it at a tenth of its rate and unshifted",
-        "model.local_window=32",
-        "w32",
-        ("n=4096",),
-    ),
-)
-# Each once, in the order of the panels.
-RECIPES = tuple(dict.fromkeys(name for _, curves in PANELS.values() for name in curves.values()))
+# What stands below panel d, at its lengths.
+TWIN, FAST, LOCAL = "Transformer twin", "E at the common rate", "local window of 32"
+BELOW = {
+    TWIN: {f"n={n}": Run(f"n{n}-twin") for n in (512, 1024, 2048, 4096)},
+    FAST: {f"n={n}": Run(f"n{n}-k256-layerwise", "model.projection_scale=1.0", "-fast-E") for n in (2048, 4096)},
+    LOCAL: {f"n={n}": Run(f"n{n}-k256-layerwise", "model.local_window=32", "-w32") for n in (4096,)},
+}
+# Each once, in the order of the panels, then of what stands below them.
+RUNS = {run.name: run for _, curves in PANELS.values() for run in map(Run, curves.values())}
+RUNS |= {run.name: run for runs in BELOW.values() for run in runs.values()}
 
 
 def names(place: Place) -> list[str]:
     """What its runs are called."""
-    return [f"{GROUP}/{name}" for name in (*RECIPES, *(own for variant in VARIANTS for own in variant.runs().values()))]
+    return [f"{GROUP}/{name}" for name in RUNS]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
     """All pretraining runs."""
     tokens = corpus(place, "wiki-books", console)
-    changed = [
-        pretraining_job(place, tokens, PANELS["d"][1][label], name, variant.change)
-        for variant in VARIANTS
-        for label, name in variant.runs().items()
-    ]
-    return [*(pretraining_job(place, tokens, name) for name in RECIPES), *changed]
+    return [pretraining_job(place, tokens, *run) for run in RUNS.values()]
 
 
-def pretraining_job(place: Place, tokens: Path, recipe: str, name: str = "", *changes: str) -> Job:
-    return pretraining(place, tokens, recipe, group=GROUP, name=name, changes=[f"steps={STEPS}", *changes])
+def pretraining_job(place: Place, tokens: Path, recipe: str, change: str = "", ending: str = "") -> Job:
+    changes = [f"steps={STEPS}", *([change] if change else [])]
+    return pretraining(place, tokens, recipe, group=GROUP, name=f"{recipe}{ending}", changes=changes)
 
 
 def collect(place: Place) -> dict[str, Any]:
@@ -118,13 +107,11 @@ def collect(place: Place) -> dict[str, Any]:
         }
         for panel, (title, curves) in PANELS.items()
     }
-    variants = {
-        variant.words: {
-            label: results.get(f"{GROUP}/{name}", {}).get("perplexity") for label, name in variant.runs().items()
-        }
-        for variant in VARIANTS
+    below = {
+        row: {label: results.get(f"{GROUP}/{run.name}", {}).get("perplexity") for label, run in own.items()}
+        for row, own in BELOW.items()
     }
-    return {"runs": runs, "panels": panels, "variants": variants}
+    return {"runs": runs, "panels": panels, "below": below}
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -168,9 +155,11 @@ def length_claims(record: Mapping[str, Any]) -> list[str]:
     if len(by_n) == len(PANELS["d"][1]):
         curves = record["panels"]["d"]["curves"]
         stuck = [label for label, curve in curves.items() if curve[-1][1] > curve[0][1] / 2]
-        lacking = " The twin was run at n = 512 and 1024 alone."
         plateau = f" {' and '.join(stuck)} did not leave the plateau on which every run begins." if stuck else ""
-        lines.append(f"“Length does not matter at fixed k”: {_nearly_equal(by_n)}.{plateau}{lacking}")
+        dense = {label: own for label, own in record["below"][TWIN].items() if own is not None}
+        multiples = ", ".join(f"{by_n[label] / own:.2f} at {label}" for label, own in dense.items())
+        beside = f" In multiples of the twin's it is {multiples}." if dense else ""
+        lines.append(f"“Length does not matter at fixed k”: {_nearly_equal(by_n)}.{plateau}{beside}")
     short, long = _of_the_twins(record, "a"), _of_the_twins(record, "b")
     if {64, 128, 256} <= short.keys() and {128, 256} <= long.keys():
         same_k = [(short[128], long[128]), (short[256], long[256])]
@@ -217,27 +206,34 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "Validation perplexity after the last step, for each panel of the figure. One seed each; how far seeds differ "
         "stands in the section that compares a Linformer with its twin at equal steps. E learns at the common rate "
         "where all layers share it and n = 512, at 1.2·k/n of it where they share it and n is larger, and else, or "
-        "beside a local window, at 0.03 of it; so panel c compares ways of sharing, each at a rate that suits it.",
+        "beside a local window, at 0.03 of it; so panel c compares ways of sharing, each at a rate that suits it. The "
+        "common rate (`model.projection_scale=1`), which is best at n = 512, stands below panel d for longer inputs.",
         "",
     ]
     for name, panel in record["panels"].items():
         values, labels = ends(record, name), list(panel["curves"])
         cells = [f"{values[label]:.1f}" if label in values else "missing" for label in labels]
-        lines += [f"**3{name}, {panel['title']}**", "", *table(labels, [cells])]
-    for words, values in record["variants"].items():
-        if any(values.values()):
-            found = [f"{label} ends at {own:.1f}" for label, own in values.items() if own is not None]
-            lines += [f"{words}, {', '.join(found)}.", ""]
-    missing = dict.fromkeys(
+        lines += [f"**3{name}, {panel['title']}**", ""]
+        lines += (
+            table(("", *labels), [("layerwise", *cells), *below(record)]) if name == "d" else table(labels, [cells])
+        )
+    absent = [
         name
         for panel, (_, curves) in PANELS.items()
         for label, name in curves.items()
         if label not in ends(record, panel)
-    )
-    missing |= {
-        name: None
-        for variant in VARIANTS
-        for label, name in variant.runs().items()
-        if record["variants"][variant.words][label] is None
-    }
-    return [*lines, *(f"- {line}" for line in claims(record)), *to_fill("figure3", list(missing)), ""]
+    ]
+    absent += [
+        run.name for row, runs in BELOW.items() for label, run in runs.items() if record["below"][row][label] is None
+    ]
+    missing = list(dict.fromkeys(absent))
+    return [*lines, *(f"- {line}" for line in claims(record)), *to_fill("figure3", missing), ""]
+
+
+def below(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """What stands below panel d: its twin, and other choices that were tried at some of its lengths."""
+    rows = []
+    for row, found in record["below"].items():
+        values = ((label in found, found.get(label)) for label in PANELS["d"][1])
+        rows.append((row, *(("missing" if own is None else f"{own:.1f}") if tried else "–" for tried, own in values)))
+    return rows
