@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,12 +41,14 @@ FROM_NOTHING = Settings(seeds=1, epochs=12, batch_size=32, learning_rate=5e-4)
 PRETRAINED = Settings(seeds=1, epochs=6, batch_size=32, learning_rate=3e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=64)
 
-TWIN = "Transformer twin"
+TWIN, LOCAL = "Transformer twin", "Linformer k=128 w=32"
 MODELS: dict[str, dict[str, Any]] = {
     TWIN: {"projection": "identity"},
     "Linformer k=256": {"projected_length": 256},
-    "Linformer k=128 w=32": {"projected_length": 128, "local_window": 32},
+    LOCAL: {"projected_length": 128, "local_window": 32},
 }
+# From nothing a model takes off or does not: other rates, of which the validation set chooses.
+OTHER_RATES = {LOCAL: (1e-4, 2e-4, 1e-3)}
 # What each is called by `linformers bench`.
 TIMED = {TWIN: FUSED} | {name: name for name in MODELS if name.startswith("Linformer")}
 SPEED = f"{GROUP}/speed"
@@ -55,7 +58,12 @@ PUBLISHED = {TWIN: 64.27, "Linformer k=256": 53.94}
 
 def names(place: Place) -> list[str]:
     """What its runs are called."""
-    return [SPEED, *(name(model) for model in MODELS for name in (run_name, masked_name, pretrained_name))]
+    found = [name(model) for model in MODELS for name in (run_name, masked_name, pretrained_name)]
+    return [SPEED, *found, *(run_name(model, rate) for model in MODELS for rate in other_rates(place, model))]
+
+
+def other_rates(place: Place, model: str) -> tuple[float, ...]:
+    return () if place.small else OTHER_RATES.get(model, ())
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
@@ -71,19 +79,22 @@ def jobs(place: Place, console: Console) -> list[Job]:
         before = pretraining(place, tokens, RECIPE, group=GROUP, name=masked, changes=changes)
         settings = TINY if place.small else PRETRAINED
         after = finetuning(place, pretrained_name(name), model_of(place, before), imdb, settings, before.key, before)
-        found += [from_nothing(place, name, imdb, changes), before, after]
+        found += [*from_nothing(place, name, imdb, changes), before, after]
     return found
 
 
-def from_nothing(place: Place, name: str, imdb: Task, changes: list[str]) -> Job:
-    """Training a model that knows nothing, as the arena does."""
+def from_nothing(place: Place, name: str, imdb: Task, changes: list[str]) -> list[Job]:
+    """Training a model that knows nothing, as the arena does, at each rate."""
     path = place.recipes / f"{RECIPE}.yaml"
     model = read(path, changes_for(place, path, changes)).config(vocab_size=BYTES)
     identity = {field: value for field, value in model.to_diff_dict().items() if field != "transformers_version"}
     start = place.runs / f"{run_name(name)}-start-{digest(identity)}"
     if not start.exists():
         write_whole(start, lambda folder: save_untrained(folder, model))
-    return finetuning(place, run_name(name), start, imdb, TINY if place.small else FROM_NOTHING, identity)
+    settings = {run_name(name): TINY if place.small else FROM_NOTHING}
+    for rate in other_rates(place, name):
+        settings[run_name(name, rate)] = dataclasses.replace(FROM_NOTHING, learning_rate=rate)
+    return [finetuning(place, run, start, imdb, own, identity) for run, own in settings.items()]
 
 
 def speed(place: Place) -> Job:
@@ -105,8 +116,10 @@ def speed(place: Place) -> Job:
     )
 
 
-def run_name(model: str) -> str:
-    return f"{GROUP}/{model.replace(' ', '-').replace('=', '')}"
+def run_name(model: str, rate: float = FROM_NOTHING.learning_rate) -> str:
+    """What training a model from nothing is called; it tells the rate where that is not the common one."""
+    ending = "" if rate == FROM_NOTHING.learning_rate else f"-rate-{rate:g}"
+    return f"{GROUP}/{model.replace(' ', '-').replace('=', '')}{ending}"
 
 
 def masked_name(model: str) -> str:
@@ -138,8 +151,15 @@ def collect(place: Place) -> dict[str, Any]:
     rows = {}
     for model in MODELS:
         cell = cells.get(f"{TIMED[model]}, compiled") or cells.get(TIMED[model]) or {}
+        rates = {
+            f"{rate:g}": own and {"accuracy": own["accuracy"], "validation": own["seeds"][0]["validation_accuracy"]}
+            for rate in sorted((FROM_NOTHING.learning_rate, *other_rates(place, model)))
+            for own in (results.get(run_name(model, rate)),)
+        }
+        best = max(filter(None, rates.values()), key=lambda own: own["validation"], default={"accuracy": None})
         rows[model] = {
-            "accuracy": results.get(run_name(model), {}).get("accuracy"),
+            "accuracy": best["accuracy"],
+            "rates": rates,
             "pretrained": results.get(pretrained_name(model), {}).get("accuracy"),
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
             "seconds": cell.get("seconds"),
@@ -152,9 +172,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
     """Our accuracies beside the published ones, and what training takes."""
     rows, missing = [], []
     for model, own in record["rows"].items():
-        for field, name in (("accuracy", run_name), ("pretrained", pretrained_name)):
-            if own[field] is None:
-                missing.append(name(model).rpartition("/")[2])
+        lacking = [run_name(model, float(rate)) for rate, one in own["rates"].items() if one is None]
+        lacking += [pretrained_name(model)] if own["pretrained"] is None else []
+        missing += [name.rpartition("/")[2] for name in lacking]
         accuracies = ["missing" if a is None else f"{100 * a[0]:.1f}" for a in (own["accuracy"], own["pretrained"])]
         perplexity = "missing" if own["perplexity"] is None else f"{own['perplexity']:.2f}"
         seconds, memory = own["seconds"], own["peak_bytes"]
@@ -179,7 +199,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         ),
         "Accuracy on 25,000 texts in percent, of which chance has 50; one seed, 4 to 5M parameters, and a text is "
         "labelled by the mean of its bytes. Published: Tay et al. (2021), from nothing, whose best efficient model has "
-        f"65.9; their Linformer's k may be another. From nothing: {_words(FROM_NOTHING)}. Pretrained: after "
+        f"65.9; their Linformer's k may be another. From nothing: {_words(FROM_NOTHING)}, unless more are named "
+        "below, of which the validation set chose. Pretrained: after "
         f"{STEPS:,} steps of masked bytes of the task's own training texts, as Amos et al. (2024) advise, and nothing "
         f"else; then {_words(PRETRAINED)}. A step is forward and backward of "
         f"{FROM_NOTHING.batch_size} documents of {N:,} bytes, compiled, its memory what it takes beside the weights.",
@@ -205,6 +226,17 @@ def claims(record: Mapping[str, Any]) -> list[str]:
             accuracy = 100 * own["accuracy"][0]
             how = "above" if accuracy > published else "below"
             lines.append(f"{model}, from nothing: {accuracy:.1f}, {how} the {whose} {published}.")
+    for model, own in rows.items():
+        tried = {rate: one for rate, one in own["rates"].items() if one is not None}
+        if len(tried) > 1:
+            each = (
+                f"{100 * one['accuracy'][0]:.1f} ({100 * one['validation']:.1f}) at {r}" for r, one in tried.items()
+            )
+            alone = [other for other in rows if len(rows[other]["rates"]) == 1]
+            lines.append(
+                f"{model}, from nothing, by rate, and (on the validation set, which chose): {', '.join(each)}"
+                + (f"; {' and '.join(alone)} had one rate." if alone else ".")
+            )
     for start, field in (("From nothing", "accuracy"), ("Pretrained", "pretrained")):
         twin = rows[TWIN][field]
         found = {model: own[field] for model, own in rows.items() if model != TWIN and own[field] is not None}
