@@ -174,12 +174,18 @@ def test_long_documents_beside_the_published(tmp_path):
         seeds = [{"accuracy": tested, "validation_accuracy": validated}]
         write_run(tmp_path, f"long/Linformer-k128-w32-rate-{rate:g}", accuracy=[tested, None], seeds=seeds)
     record = long_documents.collect(Place(None, results=tmp_path))
-    _, local, rates = long_documents.claims(record)
+    _, local = long_documents.claims(record)
     assert "from nothing: 61.0, below" in local  # what did best on the validation set, not on the test set
-    assert "61.0 (65.0) at 0.0001, 64.0 (64.0) at 0.0005, 67.0 (62.0) at 0.001; Transformer twin and Linf" in rates
-    assert "--only Linformer-k256-pretrained --only Linformer-k128-w32-rate-0.0002" in "\n".join(
-        long_documents.page(record)
+    page = long_documents.page(record)
+    assert "| 12 epochs at a rate of 0.0005 with dropout 0.1 | missing | 54.0 (54.0) | 64.0 (64.0) |" in page
+    assert "| 12 epochs at a rate of 0.0001 with dropout 0.1 | missing | missing | 61.0 (65.0) |" in page
+    assert "| 12 epochs at a rate of 0.001 with dropout 0.1 | – | – | 67.0 (62.0) |" in page
+    assert (
+        "--only Linformer-k128-w32-rate-0.0001-dropout-0.3-epochs-24 --only Linformer-k128-w32-rate-0.0002" in page[-2]
     )
+    write_run(tmp_path, "long/Transformer-twin", accuracy=[0.6, None])
+    *_, fair = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))
+    assert fair.endswith("in points beside its twin: Linformer k=256 -6.0, Linformer k=128 w=32 +4.0.")  # the same way
     write_run(tmp_path, "long/Transformer-twin-pretrained", accuracy=[0.83, None])
     write_run(tmp_path, "long/Linformer-k256-pretrained", accuracy=[0.84, None])
     *_, pretrained = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))
@@ -218,10 +224,19 @@ def test_layerwise_sharing_is_judged_at_each_k():
     ways = ("", ", shared kv", ", shared kv, layer")
     averages = {(512, f"Linformer, 256{way}"): place for place, way in enumerate(ways)}
     (line,) = table2.layerwise(averages)
-    assert line.startswith("“Layerwise sharing is best downstream”: confirmed at k = 256. Linformer, 256 0.00; ")
+    assert line.startswith("“Layerwise sharing is best downstream”: confirmed at n = 512, k = 256 (headwise 0.00, ")
     averages |= {(512, f"Linformer, 128{way}"): -place for place, way in enumerate(ways)}
     (line,) = table2.layerwise(averages)
-    assert line.startswith("“Layerwise sharing is best downstream”: refuted at k = 128, confirmed at k = 256.")
+    assert "refuted at n = 512, k = 128, confirmed at n = 512, k = 256 (headwise 0.00, key-value -1.00" in line
+
+
+def test_k_or_its_ratio_to_n_decides_downstream():
+    averages = {(512, "Linformer, 256"): 82.0, (512, "Linformer, 128"): 80.0}
+    assert table2.length(averages) == []
+    (line,) = table2.length(averages | {(1024, "Linformer, 256"): 81.5})
+    assert "at n = 1024 and k = 256: confirmed for headwise sharing (81.50, where n = 512 has 82.00 at k = 256" in line
+    (line,) = table2.length(averages | {(1024, "Linformer, 256"): 80.5})
+    assert "refuted for headwise sharing" in line
 
 
 def test_linear_time_can_be_refuted():
@@ -399,8 +414,7 @@ def test_what_the_paper_says_of_table_2(tmp_path):
     for name, perplexity in (("n512-twin", 18.1), ("n512-twin-repeated", 18.2)):
         write_run(tmp_path, f"pretraining/{name}", perplexity=perplexity)
     (line,) = table2.trained_again(table2.collect(Place(None, results=tmp_path)))
-    assert line.startswith("Transformer twin (n = 512): the pretraining was repeated")
-    assert line.endswith("it ends at 18.10 and 18.20.")
+    assert line.endswith("at the end: Transformer twin (n = 512) 18.10 and 18.20.")
     write_run(tmp_path, "pretraining/n512-twin-qnli-half-rate", accuracy=[0.96, 0.01], note="")
     half, provisional, comparable, local, _ = table2.claims(table2.collect(Place(None, results=tmp_path)))
     assert half.startswith(

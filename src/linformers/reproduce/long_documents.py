@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -37,8 +37,8 @@ from .matrix import (
 GROUP, RECIPE, STEPS = "long", "imdb-bytes", 3000
 N = 4096
 BYTES = 256 + 5  # and the special tokens
-FROM_NOTHING = Settings(seeds=1, epochs=12, batch_size=32, learning_rate=5e-4)
-PRETRAINED = Settings(seeds=1, epochs=6, batch_size=32, learning_rate=3e-4)
+BATCH = 32
+PRETRAINED = Settings(seeds=1, epochs=6, batch_size=BATCH, learning_rate=3e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=64)
 
 TWIN, LOCAL = "Transformer twin", "Linformer k=128 w=32"
@@ -47,8 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Linformer k=256": {"projected_length": 256},
     LOCAL: {"projected_length": 128, "local_window": 32},
 }
-# From nothing a model takes off or does not: other rates, of which the validation set chooses.
-OTHER_RATES = {LOCAL: (1e-4, 2e-4, 1e-3)}
 # What each is called by `linformers bench`.
 TIMED = {TWIN: FUSED} | {name: name for name in MODELS if name.startswith("Linformer")}
 SPEED = f"{GROUP}/speed"
@@ -56,14 +54,48 @@ SPEED = f"{GROUP}/speed"
 PUBLISHED = {TWIN: 64.27, "Linformer k=256": 53.94}
 
 
+class Trial(NamedTuple):
+    """A way to train a model from nothing: the common one, unless it says otherwise."""
+
+    rate: float = 5e-4
+    dropout: float = 0.1
+    epochs: int = 12
+
+    @property
+    def ending(self) -> str:
+        """How the name of its run ends."""
+        return "".join(f"-{field}-{own:g}" for field, own in self._asdict().items() if own != getattr(COMMON, field))
+
+    @property
+    def words(self) -> str:
+        return f"{self.epochs} epochs at a rate of {self.rate:g} with dropout {self.dropout:g}"
+
+    @property
+    def changes(self) -> list[str]:
+        """Those to the recipe."""
+        return [] if self.dropout == COMMON.dropout else [f"model.hidden_dropout_prob={self.dropout}"]
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(seeds=1, epochs=self.epochs, batch_size=BATCH, learning_rate=self.rate)
+
+
+# From nothing a model takes off or does not, and then soon knows its texts by heart. The validation set chooses.
+COMMON = Trial()
+TRIALS: dict[str, tuple[Trial, ...]] = dict.fromkeys(
+    MODELS, (COMMON, Trial(rate=1e-4), Trial(rate=1e-4, dropout=0.3, epochs=24))
+)
+TRIALS[LOCAL] += (Trial(rate=2e-4), Trial(rate=1e-3))
+
+
+def trials(place: Place, model: str) -> tuple[Trial, ...]:
+    return (COMMON,) if place.small else TRIALS[model]
+
+
 def names(place: Place) -> list[str]:
     """What its runs are called."""
-    found = [name(model) for model in MODELS for name in (run_name, masked_name, pretrained_name)]
-    return [SPEED, *found, *(run_name(model, rate) for model in MODELS for rate in other_rates(place, model))]
-
-
-def other_rates(place: Place, model: str) -> tuple[float, ...]:
-    return () if place.small else OTHER_RATES.get(model, ())
+    tuned = [name(model) for model in MODELS for name in (masked_name, pretrained_name)]
+    return [SPEED, *(run_name(model, trial) for model in MODELS for trial in trials(place, model)), *tuned]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
@@ -79,29 +111,27 @@ def jobs(place: Place, console: Console) -> list[Job]:
         before = pretraining(place, tokens, RECIPE, group=GROUP, name=masked, changes=changes)
         settings = TINY if place.small else PRETRAINED
         after = finetuning(place, pretrained_name(name), model_of(place, before), imdb, settings, before.key, before)
-        found += [*from_nothing(place, name, imdb, changes), before, after]
+        own = trials(place, name)
+        found += [*(from_nothing(place, name, imdb, changes, trial) for trial in own), before, after]
     return found
 
 
-def from_nothing(place: Place, name: str, imdb: Task, changes: list[str]) -> list[Job]:
-    """Training a model that knows nothing, as the arena does, at each rate."""
+def from_nothing(place: Place, name: str, imdb: Task, changes: list[str], trial: Trial) -> Job:
+    """Training a model that knows nothing, as the arena does."""
     path = place.recipes / f"{RECIPE}.yaml"
-    model = read(path, changes_for(place, path, changes)).config(vocab_size=BYTES)
+    model = read(path, changes_for(place, path, [*changes, *trial.changes])).config(vocab_size=BYTES)
     identity = {field: value for field, value in model.to_diff_dict().items() if field != "transformers_version"}
     start = place.runs / f"{run_name(name)}-start-{digest(identity)}"
     if not start.exists():
         write_whole(start, lambda folder: save_untrained(folder, model))
-    settings = {run_name(name): TINY if place.small else FROM_NOTHING}
-    for rate in other_rates(place, name):
-        settings[run_name(name, rate)] = dataclasses.replace(FROM_NOTHING, learning_rate=rate)
-    return [finetuning(place, run, start, imdb, own, identity) for run, own in settings.items()]
+    return finetuning(place, run_name(name, trial), start, imdb, TINY if place.small else trial.settings, identity)
 
 
 def speed(place: Place) -> Job:
     """A training step of each model at the batch size of the runs, on documents that fill n."""
     out = place.runs / SPEED
     options: dict[str, Any] = {"lengths": N, "projected": "128,256", "windows": 32}
-    options |= {"tokens": FROM_NOTHING.batch_size * N, "layers": 4, "hidden": 256}
+    options |= {"tokens": BATCH * N, "layers": 4, "hidden": 256}
     if place.small:
         options |= {"lengths": 512, "tokens": 512, "layers": 1, "hidden": 64}
     arguments = ["bench", *flags(options), "--task", "training", "--models", "twin,linformer", "--out", str(out)]
@@ -116,10 +146,9 @@ def speed(place: Place) -> Job:
     )
 
 
-def run_name(model: str, rate: float = FROM_NOTHING.learning_rate) -> str:
-    """What training a model from nothing is called; it tells the rate where that is not the common one."""
-    ending = "" if rate == FROM_NOTHING.learning_rate else f"-rate-{rate:g}"
-    return f"{GROUP}/{model.replace(' ', '-').replace('=', '')}{ending}"
+def run_name(model: str, trial: Trial = COMMON) -> str:
+    """What training a model from nothing is called."""
+    return f"{GROUP}/{model.replace(' ', '-').replace('=', '')}{trial.ending}"
 
 
 def masked_name(model: str) -> str:
@@ -151,15 +180,19 @@ def collect(place: Place) -> dict[str, Any]:
     rows = {}
     for model in MODELS:
         cell = cells.get(f"{TIMED[model]}, compiled") or cells.get(TIMED[model]) or {}
-        rates = {
-            f"{rate:g}": own and {"accuracy": own["accuracy"], "validation": own["seeds"][0]["validation_accuracy"]}
-            for rate in sorted((FROM_NOTHING.learning_rate, *other_rates(place, model)))
-            for own in (results.get(run_name(model, rate)),)
-        }
-        best = max(filter(None, rates.values()), key=lambda own: own["validation"], default={"accuracy": None})
+        tried = [
+            {
+                **trial._asdict(),
+                "accuracy": own and own["accuracy"],
+                "validation": own and own["seeds"][0]["validation_accuracy"],
+            }
+            for trial in trials(place, model)
+            for own in (results.get(run_name(model, trial)),)
+        ]
+        done = [own for own in tried if own["accuracy"] is not None]
         rows[model] = {
-            "accuracy": best["accuracy"],
-            "rates": rates,
+            "trials": tried,
+            "accuracy": max(done, key=lambda own: own["validation"])["accuracy"] if done else None,
             "pretrained": results.get(pretrained_name(model), {}).get("accuracy"),
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
             "seconds": cell.get("seconds"),
@@ -172,7 +205,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
     """Our accuracies beside the published ones, and what training takes."""
     rows, missing = [], []
     for model, own in record["rows"].items():
-        lacking = [run_name(model, float(rate)) for rate, one in own["rates"].items() if one is None]
+        lacking = [run_name(model, trial) for trial, (accuracy, _) in tried(own).items() if accuracy is None]
         lacking += [pretrained_name(model)] if own["pretrained"] is None else []
         missing += [name.rpartition("/")[2] for name in lacking]
         accuracies = ["missing" if a is None else f"{100 * a[0]:.1f}" for a in (own["accuracy"], own["pretrained"])]
@@ -199,20 +232,41 @@ def page(record: Mapping[str, Any]) -> list[str]:
         ),
         "Accuracy on 25,000 texts in percent, of which chance has 50; one seed, 4 to 5M parameters, and a text is "
         "labelled by the mean of its bytes. Published: Tay et al. (2021), from nothing, whose best efficient model has "
-        f"65.9; their Linformer's k may be another. From nothing: {_words(FROM_NOTHING)}, unless more are named "
-        "below, of which the validation set chose. Pretrained: after "
-        f"{STEPS:,} steps of masked bytes of the task's own training texts, as Amos et al. (2024) advise, and nothing "
-        f"else; then {_words(PRETRAINED)}. A step is forward and backward of "
-        f"{FROM_NOTHING.batch_size} documents of {N:,} bytes, compiled, its memory what it takes beside the weights.",
+        "65.9; their Linformer's k may be another. From nothing: the best of those below on the validation set. "
+        f"Pretrained: after {STEPS:,} steps of masked bytes of the task's own training texts, as Amos et al. (2024) "
+        f"advise, and nothing else; then {PRETRAINED.epochs} epochs at a rate of {PRETRAINED.learning_rate:g}. "
+        f"A step is forward and backward of {BATCH} documents of {N:,} bytes, compiled, its memory what it takes "
+        "beside the weights.",
         "",
+        "Every way to train from nothing that was tried: accuracy, and (on the validation set, which chooses):",
+        "",
+        *table(("", *record["rows"]), trial_rows(record)),
         *(f"- {line}" for line in claims(record)),
         *to_fill("long", missing),
         "",
     ]
 
 
-def _words(settings: Settings) -> str:
-    return f"{settings.epochs} epochs at a rate of {settings.learning_rate:g}"
+def tried(row: Mapping[str, Any]) -> dict[Trial, tuple[float | None, float | None]]:
+    """Of each way to train a model from nothing, its accuracy and that on the validation set, if it was run."""
+    return {
+        Trial(*(own[field] for field in Trial._fields)): (own["accuracy"] and own["accuracy"][0], own["validation"])
+        for own in row["trials"]
+    }
+
+
+def trial_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Each way to train from nothing, and what it gives each model that it is for."""
+    by_model = [tried(own) for own in record["rows"].values()]
+    rows = []
+    for trial in dict.fromkeys(itertools.chain(*by_model)):
+        cells = ["–" if trial not in own else _both(*own[trial]) for own in by_model]
+        rows.append((trial.words, *cells))
+    return rows
+
+
+def _both(accuracy: float | None, validation: float | None) -> str:
+    return "missing" if accuracy is None or validation is None else f"{100 * accuracy:.1f} ({100 * validation:.1f})"
 
 
 def claims(record: Mapping[str, Any]) -> list[str]:
@@ -226,21 +280,11 @@ def claims(record: Mapping[str, Any]) -> list[str]:
             accuracy = 100 * own["accuracy"][0]
             how = "above" if accuracy > published else "below"
             lines.append(f"{model}, from nothing: {accuracy:.1f}, {how} the {whose} {published}.")
-    for model, own in rows.items():
-        tried = {rate: one for rate, one in own["rates"].items() if one is not None}
-        if len(tried) > 1:
-            each = (
-                f"{100 * one['accuracy'][0]:.1f} ({100 * one['validation']:.1f}) at {r}" for r, one in tried.items()
-            )
-            alone = [other for other in rows if len(rows[other]["rates"]) == 1]
-            lines.append(
-                f"{model}, from nothing, by rate, and (on the validation set, which chose): {', '.join(each)}"
-                + (f"; {' and '.join(alone)} had one rate." if alone else ".")
-            )
-    for start, field in (("From nothing", "accuracy"), ("Pretrained", "pretrained")):
-        twin = rows[TWIN][field]
-        found = {model: own[field] for model, own in rows.items() if model != TWIN and own[field] is not None}
-        if twin is not None and found:
-            named = ", ".join(f"{model} {100 * (own[0] - twin[0]):+.1f}" for model, own in found.items())
-            lines.append(f"{start}, in points beside its twin: {named}.")
+    common = {model: tried(own)[COMMON][0] for model, own in rows.items()}
+    pretrained = {model: own["pretrained"] and own["pretrained"][0] for model, own in rows.items()}
+    for start, accuracies in ((f"From nothing, by {COMMON.words}", common), ("Pretrained", pretrained)):
+        twin = accuracies.pop(TWIN)
+        if twin is not None and any(accuracies.values()):
+            found = [f"{model} {100 * (own - twin):+.1f}" for model, own in accuracies.items() if own is not None]
+            lines.append(f"{start}, in points beside its twin: {', '.join(found)}.")
     return lines

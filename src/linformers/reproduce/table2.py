@@ -21,6 +21,9 @@ TINY = Settings(seeds=1, epochs=1, batch_size=64, learning_rate=1e-3)
 
 TWIN, LOCAL = "Transformer twin", "Linformer, 128, local window 32"
 
+# How the paper calls the ways of sharing.
+WAYS = {"headwise": "", "key-value": ", shared kv", "layerwise": ", shared kv, layer"}
+
 
 class Row(NamedTuple):
     """A model of the table: its recipe here, and the paper's accuracies, where there are any."""
@@ -156,7 +159,7 @@ def claims(record: Mapping[str, Any]) -> list[str]:
     if twin is not None and local is not None:
         how = "above" if local > twin else "below"
         lines.append(f"With a local window of 32 it is {local:.2f}: {how} the twin.")
-    lines += [*without_qnli(record), *layerwise(averages)]
+    lines += [*without_qnli(record), *layerwise(averages), *length(averages)]
     return lines
 
 
@@ -177,18 +180,37 @@ def without_qnli(record: Mapping[str, Any]) -> list[str]:
 
 
 def layerwise(averages: Mapping[tuple[int, str], float]) -> list[str]:
-    """Whether sharing E among all layers is best downstream, for each k of which all ways of sharing are there."""
+    """Whether sharing E among all layers is best downstream, wherever all ways of sharing are there."""
     verdicts, numbers = [], []
-    for k in (128, 256):
-        shared = {f"Linformer, {k}{way}": way for way in ("", ", shared kv", ", shared kv, layer")}
-        found = {model: averages[512, model] for model in shared if (512, model) in averages}
-        if len(found) == len(shared):
-            best = max(found, key=lambda model: found[model])
-            verdicts.append(f"{figure3.verdict('layer' in best)} at k = {k}")
-            numbers.append("; ".join(f"{model} {own:.2f}" for model, own in found.items()))
+    for n, k in ((512, 128), (512, 256), (1024, 256)):
+        found = {way: averages[n, model] for way, model in _shared(k).items() if (n, model) in averages}
+        if len(found) == len(WAYS):
+            best = max(found, key=lambda way: found[way])
+            verdicts.append(f"{figure3.verdict(best == 'layerwise')} at n = {n}, k = {k}")
+            numbers.append(", ".join(f"{way} {own:.2f}" for way, own in found.items()))
     if not verdicts:
         return []
-    return [f"“Layerwise sharing is best downstream”: {', '.join(verdicts)}. {'. '.join(numbers)}."]
+    return [f"“Layerwise sharing is best downstream”: {', '.join(verdicts)} ({'; '.join(numbers)})."]
+
+
+def length(averages: Mapping[tuple[int, str], float]) -> list[str]:
+    """Whether an average stays where k does, rather than where n/k does, for each way of sharing that is there."""
+    verdicts = []
+    for way in WAYS:
+        places = [(512, _shared(256)[way]), (512, _shared(128)[way]), (1024, _shared(256)[way])]
+        if all(place in averages for place in places):
+            same_k, same_ratio, own = (averages[place] for place in places)
+            holds = abs(own - same_k) < abs(own - same_ratio)
+            numbers = f"{own:.2f}, where n = 512 has {same_k:.2f} at k = 256 and {same_ratio:.2f} at k = 128"
+            verdicts.append(f"{figure3.verdict(holds)} for {way} sharing ({numbers})")
+    if not verdicts:
+        return []
+    return [f"“k, not n/k, decides” downstream, at n = 1024 and k = 256: {', '.join(verdicts)}."]
+
+
+def _shared(k: int) -> dict[str, str]:
+    """The models of one k by their way of sharing."""
+    return {way: f"Linformer, {k}{ending}" for way, ending in WAYS.items()}
 
 
 def at_other_rates(record: Mapping[str, Any], best: float) -> list[str]:
@@ -238,11 +260,11 @@ def page(record: Mapping[str, Any]) -> list[str]:
 
 def trained_again(record: Mapping[str, Any]) -> list[str]:
     """The rows whose pretraining was repeated."""
-    return [
-        f"{model}: the pretraining was repeated for tasks that had lost its weights, by the same recipe with the same "
-        f"seed; it ends at {' and '.join(f'{own:.2f}' for own in perplexities)}."
-        for model, perplexities in record["repeated"].items()
-    ]
+    found = [f"{model} {' and '.join(f'{own:.2f}' for own in both)}" for model, both in record["repeated"].items()]
+    if not found:
+        return []
+    why = "Pretraining was repeated for tasks that had lost its weights, by the same recipe with the same seed"
+    return [f"{why}; perplexity at the end: {'; '.join(found)}."]
 
 
 def missing(record: Mapping[str, Any]) -> list[str]:
