@@ -149,10 +149,14 @@ def test_a_hub_that_is_out_of_reach_is_told_in_one_sentence(arguments, message, 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore"), "Tried 9 GiB. Take fewer rows at once"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has 139 GiB.\nmore"),
+            "error: CUDA out of memory. Tried to allocate 9.00 GiB. Take fewer rows at once",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "error: CUDA out of memory. Take fewer rows at once"),
         (BrokenProcessPool("abruptly"), "a worker process was killed, perhaps for want of memory"),
     ],
-    ids=["GPU", "workers"],
+    ids=["GPU", "GPU, in short", "workers"],
 )
 def test_too_little_memory(error, message, monkeypatch, capsys):
     def fail():
@@ -161,7 +165,8 @@ def test_too_little_memory(error, message, monkeypatch, capsys):
     monkeypatch.setattr(cli, "app", fail)
     with pytest.raises(SystemExit):
         cli.main()
-    assert message in " ".join(capsys.readouterr().err.split())
+    (line,) = capsys.readouterr().err.splitlines()  # the last line of a log says all of it
+    assert message in line
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):

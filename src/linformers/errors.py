@@ -18,7 +18,8 @@ def told(command: Callable[[], object]) -> None:
     except Exception as error:
         if (sentence := _sentence(error)) is None:
             raise
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(sentence)}", highlight=False)
+        # One line, as a log keeps it and `reproduce` reads it there; a terminal breaks it by itself.
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(sentence)}", highlight=False, soft_wrap=True)
         _leave(2)
     except SystemExit as ended:
         _leave(ended.code)
@@ -31,8 +32,9 @@ def _sentence(error: Exception) -> str | None:
     from torch import OutOfMemoryError
 
     if isinstance(error, OutOfMemoryError):
-        reason = str(error).splitlines()[0]
-        return f"{reason} Take fewer rows at once: rows_at_once=… of a recipe, --batch-size or --tokens of a command."
+        asked_for = str(error).splitlines()[0].split(". ")[:2]  # behind it, much of how torch manages memory
+        reason = ". ".join(asked_for).rstrip(".")
+        return f"{reason}. Take fewer rows at once: rows_at_once=… of a recipe, --batch-size or --tokens of a command."
     if isinstance(error, BrokenProcessPool):
         return "a worker process was killed, perhaps for want of memory; take fewer with --workers"
     return str(error) if isinstance(error, ValueError | OSError | ArithmeticError) else None
