@@ -54,6 +54,7 @@ def test_the_manifest_is_true(prepared, source):
     manifest = json.loads((prepared / "manifest.json").read_text())
     assert manifest["format"] == 1
     assert manifest["sources"] == [source]
+    assert manifest["validation_sources"] == []
     assert manifest["vocab_size"] == 400
     assert manifest["dtype"] == "uint16"
     assert manifest["tokenizer"] == tokenizer_hash(prepared / "tokenizer")

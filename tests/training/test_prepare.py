@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from linformers.training import prepare
+from linformers.training import card, prepare
 from linformers.training.checkpointing import locked
 from linformers.training.corpus import Corpus
 
@@ -32,8 +32,10 @@ def test_every_kind_of_file_comes_back(tmp_path):
     (folder / "deep" / "er" / "e.txt.xz").write_bytes(lzma.compress(parts[4][0].encode()))
     (folder / "f.txt").write_text(parts[5][0], newline="")
     expected = [*parts[0], *parts[1], *parts[2], *parts[3], parts[4][0], parts[5][0]]
-    run([folder], tmp_path / "out", validation=[write_jsonl(tmp_path / "v.jsonl", TEXTS[:3])])
+    held_out = write_jsonl(tmp_path / "v.jsonl", TEXTS[:3])
+    run([folder], tmp_path / "out", validation=[held_out])
     opened = Corpus.open(tmp_path / "out")
+    assert card._held_out(opened) == f" from `{held_out}`"
     opened.verify()
     assert texts_of(opened, "train") == expected
     assert texts_of(opened, "validation") == TEXTS[:3]

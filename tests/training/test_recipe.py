@@ -155,4 +155,4 @@ def test_recipes_take_two_steps(name, corpus, tmp_path):
     sizes = ["steps=2", "batch_size=4", "rows_at_once=2", "eval_rows=2", "workers=0", "warmup_steps=1"]
     recipe = recipes.read(ROOT / "recipes" / f"{name}.yaml", [*changes, *sizes, f"data={corpus}", f"out={tmp_path}"])
     assert small.train(recipe) == 0
-    assert (tmp_path / "model" / "README.md").exists()
+    assert " tokens for validation, held out of the same;\n" in (tmp_path / "model" / "README.md").read_text()

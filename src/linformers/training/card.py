@@ -55,8 +55,8 @@ model, tokenizer = AutoModelForMaskedLM.from_pretrained("."), AutoTokenizer.from
 
 ## Data
 
-{train["documents"]:,} documents of {train["tokens"]:,} tokens, and {validation["tokens"]:,} tokens for validation,
-from {_few(corpus.manifest["sources"])};
+{train["documents"]:,} documents of {train["tokens"]:,} tokens from {_few(corpus.manifest["sources"])},
+and {validation["tokens"]:,} tokens for validation{_held_out(corpus)};
 a byte-level vocabulary of {corpus.vocab_size:,} tokens.
 
 ## Recipe
@@ -100,6 +100,12 @@ On {results["rows"]:,} rows that no choice was made on:
 {f"{chr(10)}Note: {note}.{chr(10)}" if note else ""}
 {sentence(command)}
 """
+
+
+def _held_out(corpus: Corpus) -> str:
+    """Where the validation set comes from, as far as the corpus knows."""
+    files = corpus.manifest.get("validation_sources")
+    return "" if files is None else f" from {_few(files)}" if files else ", held out of the same"
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:

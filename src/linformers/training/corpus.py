@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict, cast
+from typing import Any, BinaryIO, NotRequired, TypedDict, cast
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -53,6 +53,7 @@ class Manifest(TypedDict):
     tokenizer: str
     eos_token_id: int
     sources: list[str]
+    validation_sources: NotRequired[list[str]]  # of a corpus that was made before these were noted, unknown
     splits: dict[str, Split]
 
 

@@ -145,6 +145,7 @@ def prepare(
             "tokenizer": tokenizer_hash(out / TOKENIZER),
             "eos_token_id": int(taken.eos_token_id),
             "sources": list(sources),
+            "validation_sources": list(validation),
             "splits": splits,
         }
         write_manifest(out, manifest)
