@@ -126,7 +126,7 @@ def test_another_tokenizer_is_found(copy):
 
 
 def test_folders_that_are_no_corpus(copy, tmp_path):
-    with pytest.raises(ValueError, match=f"^{tmp_path} holds no corpus: run linformers prepare$"):
+    with pytest.raises(ValueError, match=f"^data='{tmp_path}' holds no corpus: run linformers prepare$"):
         Corpus.open(tmp_path)
     with pytest.raises(ValueError, match="split='test' is not one of 'train', 'validation'"):
         Corpus.open(copy).tokens("test")

@@ -70,6 +70,9 @@ def test_what_cannot_be(tmp_path, changes, message):
 def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         recipes.read(tmp_path / "none.yaml")
+    (tmp_path / "child.yaml").write_text("base: none.yaml\n")
+    with pytest.raises(ValueError, match=r"child.yaml has base='none.yaml', which does not exist beside it"):
+        recipes.read(tmp_path / "child.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="holds no recipe"):
         recipes.read(tmp_path / "list.yaml")

@@ -73,7 +73,8 @@ class Run(NamedTuple):
 TWIN, FAST, LOCAL = "Transformer twin", "E at the common rate", "local window of 32"
 BELOW = {
     TWIN: {f"n={n}": Run(f"n{n}-twin") for n in (512, 1024, 2048, 4096)},
-    FAST: {f"n={n}": Run(f"n{n}-k256-layerwise", "model.projection_scale=1.0", "-fast-E") for n in (2048, 4096)},
+    FAST: {"n=512": Run("n512-k256-layerwise")}
+    | {f"n={n}": Run(f"n{n}-k256-layerwise", "model.projection_scale=1.0", "-fast-E") for n in (2048, 4096)},
     LOCAL: {f"n={n}": Run(f"n{n}-k256-layerwise", "model.local_window=32", "-w32") for n in (4096,)},
 }
 # Each once, in the order of the panels, then of what stands below them.
@@ -149,17 +150,30 @@ def claims(record: Mapping[str, Any]) -> list[str]:
     return [*lines, *length_claims(record)]
 
 
+def stuck(record: Mapping[str, Any]) -> list[str]:
+    """The lengths of panel d at which nothing was learned from context."""
+    curves = record["panels"]["d"]["curves"]
+    return [label for label, curve in curves.items() if curve and curve[-1][1] > curve[0][1] / 2]
+
+
 def length_claims(record: Mapping[str, Any]) -> list[str]:
     """What the paper says of n: that at fixed k it does not matter, and that n/k does not, either."""
     by_n, lines = ends(record, "d"), []
-    if len(by_n) == len(PANELS["d"][1]):
-        curves = record["panels"]["d"]["curves"]
-        stuck = [label for label, curve in curves.items() if curve[-1][1] > curve[0][1] / 2]
-        plateau = f" {' and '.join(stuck)} did not leave the plateau on which every run begins." if stuck else ""
-        dense = {label: own for label, own in record["below"][TWIN].items() if own is not None}
-        multiples = ", ".join(f"{by_n[label] / own:.2f} at {label}" for label, own in dense.items())
-        beside = f" In multiples of the twin's it is {multiples}." if dense else ""
-        lines.append(f"“Length does not matter at fixed k”: {_nearly_equal(by_n)}.{plateau}{beside}")
+    begins = {label: curve[0][1] for label, curve in record["panels"]["d"]["curves"].items() if curve}
+    twins = {label: own for label, own in record["below"][TWIN].items() if own is not None and label in by_n}
+    dense = {label: own for label, own in twins.items() if own < begins[label] / 2}  # which have learned
+    if len(by_n) == len(PANELS["d"][1]) and len(dense) > 1:
+        multiples = {label: by_n[label] / own for label, own in dense.items()}
+        equal = max(multiples.values()) < 1.1 * min(multiples.values())
+        found = ", ".join(f"{own:.2f} at {label}" for label, own in multiples.items())
+        alone = [label for label in by_n if label not in dense]
+        held = " and ".join(stuck(record))
+        lines.append(
+            f"“Length does not matter at fixed k”: the perplexity itself is {', '.join(map(_one, by_n.items()))}; "
+            f"in multiples of the twin's, within a tenth, {verdict(equal)} for {found}."
+            + (f" Open at {' and '.join(alone)}, where no twin was run or none learned." if alone else "")
+            + (f" {held} did not leave the plateau on which every run begins." if held else "")
+        )
     short, long = _of_the_twins(record, "a"), _of_the_twins(record, "b")
     if {64, 128, 256} <= short.keys() and {128, 256} <= long.keys():
         same_k = [(short[128], long[128]), (short[256], long[256])]
@@ -169,19 +183,23 @@ def length_claims(record: Mapping[str, Any]) -> list[str]:
         if smaller[0] != smaller[1]:
             found = f"{verdict(smaller[0])} at k = 128, {verdict(smaller[1])} at k = 256"
         words = [f"from {before:.2f} to {after:.2f}" for before, after in (*same_k, *same_ratio)]
-        twins = [ends(record, panel)["Transformer"] for panel in "ab"]
+        before, after = (ends(record, panel)["Transformer"] for panel in "ab")
         lines.append(
-            f"“k, not n/k, decides”: {found}. From n = 512 to 1024 the twin itself goes from {twins[0]:.1f} "
-            f"to {twins[1]:.1f}; perplexity in multiples of the twin's goes {words[0]} where k stays 128 and "
-            f"{words[1]} where it stays 256, {words[2]} where n/k stays 8 and {words[3]} where it stays 4."
+            f"“k, not n/k, decides”: {found}. From n = 512 to 1024 the twin itself goes from {before:.1f} "
+            f"to {after:.1f}, and E learns at a lower rate; perplexity in multiples of the twin's goes {words[0]} "
+            f"where k stays 128 and {words[1]} where it stays 256, {words[2]} where n/k stays 8 and {words[3]} where "
+            "it stays 4."
         )
     return lines
 
 
+def _one(item: tuple[str, float]) -> str:
+    return f"{item[0]} {item[1]:.1f}"
+
+
 def _nearly_equal(values: Mapping[str, float]) -> str:
     ratio = max(values.values()) / min(values.values())
-    named = ", ".join(f"{name} {value:.1f}" for name, value in values.items())
-    return f"{verdict(ratio < 1.1)}. {named}: at most {ratio:.2f} times"
+    return f"{verdict(ratio < 1.1)}. {', '.join(map(_one, values.items()))}: at most {ratio:.2f} times"
 
 
 def _of_the_twins(record: Mapping[str, Any], panel: str) -> dict[int, float]:

@@ -34,7 +34,7 @@ from .matrix import (
     tokens_of,
 )
 
-GROUP, RECIPE, STEPS = "long", "imdb-bytes", 3000
+GROUP, RECIPE, STEPS, EARLY = "long", "imdb-bytes", 3000, 1000
 N = 4096
 BYTES = 256 + 5  # and the special tokens
 BATCH = 32
@@ -195,6 +195,7 @@ def collect(place: Place) -> dict[str, Any]:
             "accuracy": max(done, key=lambda own: own["validation"])["accuracy"] if done else None,
             "pretrained": results.get(pretrained_name(model), {}).get("accuracy"),
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
+            "masked_bytes": results.get(masked_name(model), {}).get("curve"),
             "seconds": cell.get("seconds"),
             "peak_bytes": cell.get("peak_bytes"),
         }
@@ -209,6 +210,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         lacking += [pretrained_name(model)] if own["pretrained"] is None else []
         missing += [name.rpartition("/")[2] for name in lacking]
         accuracies = ["missing" if a is None else f"{100 * a[0]:.1f}" for a in (own["accuracy"], own["pretrained"])]
+        if (count := sum(accuracy is not None for accuracy, _ in tried(own).values())) > 1:
+            accuracies[0] += f" (of {count})"
         perplexity = "missing" if own["perplexity"] is None else f"{own['perplexity']:.2f}"
         seconds, memory = own["seconds"], own["peak_bytes"]
         time = "missing" if seconds is None else f"{1000 * seconds:.1f}"
@@ -232,7 +235,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         ),
         "Accuracy on 25,000 texts in percent, of which chance has 50; one seed, 4 to 5M parameters, and a text is "
         "labelled by the mean of its bytes. Published: Tay et al. (2021), from nothing, whose best efficient model has "
-        "65.9; their Linformer's k may be another. From nothing: the best of those below on the validation set. "
+        "65.9; their Linformer's k may be another. From nothing: of those below that "
+        "were run, which (of several) did best on the validation set. "
         f"Pretrained: after {STEPS:,} steps of masked bytes of the task's own training texts, as Amos et al. (2024) "
         f"advise, and nothing else; then {PRETRAINED.epochs} epochs at a rate of {PRETRAINED.learning_rate:g}. "
         f"A step is forward and backward of {BATCH} documents of {N:,} bytes, compiled, its memory what it takes "
@@ -287,4 +291,13 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         if twin is not None and any(accuracies.values()):
             found = [f"{model} {100 * (own - twin):+.1f}" for model, own in accuracies.items() if own is not None]
             lines.append(f"{start}, in points beside its twin: {', '.join(found)}.")
+    early = {
+        model: dict(map(tuple, own["masked_bytes"])).get(EARLY) for model, own in rows.items() if own["masked_bytes"]
+    }
+    if len(early) > 1 and None not in early.values():
+        named = ", ".join(f"{model} {own:.1f}" for model, own in early.items())
+        lines.append(
+            "Masked bytes were learned at one rate, tuned for none of the models, and not all of them began early: "
+            f"after {EARLY:,} of {STEPS:,} steps the perplexities are {named}."
+        )
     return lines

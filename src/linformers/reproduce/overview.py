@@ -18,7 +18,7 @@ from .matrix import TASKS, Place
 # Under the results: where `linformers bench` wrote what is shown here, each time beside the baseline.
 BENCHMARKS = ("efficiency/compiled", "efficiency/compiled-k256")
 BASELINE, COMPILED = "RoBERTa, SDPA", ", compiled"
-LONG = (8192, 65536)
+LENGTHS = (512, 8192, 65536)
 
 
 class Row(NamedTuple):
@@ -67,7 +67,13 @@ def collect(place: Place) -> dict[str, Any]:
         for name, row in ROWS.items()
     }
     best = table2.averages_at_best_rates(tuned).get((512, table2.TWIN))
-    return {"runs": runs, "rows": rows, "baseline": times.get(BASELINE), "twin_at_best_rate": best}
+    return {
+        "runs": runs,
+        "rows": rows,
+        "baseline": times.get(BASELINE),
+        "twin_at_best_rate": best,
+        "stuck": figure3.stuck(pretrained),
+    }
 
 
 def measure(place: Place, console: Console) -> dict[str, Any]:
@@ -101,31 +107,40 @@ def page(record: Mapping[str, Any]) -> list[str]:
         tasks = [f"{own[0]:.1f}" if (own := row["accuracy"][task]) else "–" for task in TASKS]
         average = "–" if row["average"] is None else f"{row['average']:.1f}"
         speeds = dict(row["speeds"] or ())
-        rows.append((name, perplexity, *tasks, average, *(f"{speeds[n]:.1f}×" if n in speeds else "–" for n in LONG)))
-    header = ("", "perplexity", "SST-2", "IMDB", "QNLI", "QQP", "average", *(f"speed at n = {n:,}" for n in LONG))
+        rows.append(
+            (name, perplexity, *tasks, average, *(f"{speeds[n]:.1f}×" if n in speeds else "–" for n in LENGTHS))
+        )
+    header = ("", "perplexity", "SST-2", "IMDB", "QNLI", "QQP", "average", *(f"speed at n = {n:,}" for n in LENGTHS))
     return [
         *table(header, rows),
-        f"Perplexity after {figure3.STEPS:,} steps on Wikipedia and books and then the accuracy on four tasks, 34M "
-        f"parameters, n = 512 (the training set of QNLI and the split of QQP are not GLUE's{spread(record)}). Speed of "
-        "inference "
-        "against transformers' RoBERTa with fused attention, 12 layers of 768 channels, all compiled, on one H200.",
+        f"- Quality: perplexity after {figure3.STEPS:,} steps on Wikipedia and books and then the accuracy on four "
+        "tasks, 34M parameters, n = 512. The twin is a Transformer with everything but the projection equal. The "
+        "training set of QNLI and the split of QQP are not GLUE's.",
+        *spread(record),
+        "- Speed: inference against transformers' RoBERTa with fused attention, 12 layers of 768 channels, all "
+        f"compiled, on one H200. Longer models were not trained for this table{_stuck(record)}.",
         "",
     ]
 
 
-def spread(record: Mapping[str, Any]) -> str:
+def _stuck(record: Mapping[str, Any]) -> str:
+    where = " and ".join(label.replace("=", " = ") for label in record["stuck"])
+    return f", and k = 256 alone did not begin to learn at {where} in as many steps" if where else ""
+
+
+def spread(record: Mapping[str, Any]) -> list[str]:
     """How far seeds differ on the task where they differ most: a mean says little there."""
     found = {name: row["accuracy"]["qnli"] for name, row in record["rows"].items()}
     deviations = {name: own[1] for name, own in found.items() if own and own[1] is not None}
     if table2.TWIN not in deviations or len(deviations) == 1:
-        return ""
+        return []
     twin, others = deviations.pop(table2.TWIN), max(deviations.values())
     best = record["twin_at_best_rate"]
-    at_best = "" if best is None else f", and at the best of three rates on QNLI its average is {best:.1f}"
-    return (
-        f"; on QNLI seeds of the twin take off or do not, with a deviation of {twin:.1f}, of the others of at most "
-        f"{others:.1f}{at_best}{without_qnli(record)}"
-    )
+    at_best = "" if best is None else f" At the best of three rates on QNLI, the twin's average is {best:.1f}."
+    return [
+        f"- On QNLI, seeds of the twin learn or do not (a deviation of {twin:.1f}, of the others of at most "
+        f"{others:.1f}), so its mean says little.{at_best}{without_qnli(record)}"
+    ]
 
 
 def without_qnli(record: Mapping[str, Any]) -> str:
@@ -133,4 +148,4 @@ def without_qnli(record: Mapping[str, Any]) -> str:
     means = [row["average_without_qnli"] for row in record["rows"].values()]
     if None in means:
         return ""
-    return f"; without QNLI the averages of the rows are {', '.join(f'{own:.1f}' for own in means)}"
+    return f" Without QNLI, the averages of the rows are {', '.join(f'{own:.1f}' for own in means)}."

@@ -71,6 +71,15 @@ missing stands with the command that runs it; unless another reason is given, th
 What differs from the paper in all that is trained here, but for long documents: models of 34M parameters instead of
 110M, thousands of updates instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of
 Wikipedia and BookCorpus, and the twin, a Transformer with everything but the projection equal, in the place of RoBERTa.
+All models have one learning rate, 0.001 in pretraining, which was tuned for none of them; that of E was.
+
+*n* is the length of the input, *k* what E and F shorten it to, *w* the reach of a local window of exact keys; E's
+*rate* is its learning rate in multiples of the common one; *from nothing* means without pretraining.
+"""
+# What other commands wrote, which comes with a clone.
+ELSEWHERE = """\
+On pages of their own: [both theorems](../results/theorems/theorems.md), tested by numbers (neither construction gives
+what its theorem states), and [equation 6](../results/lowrank/lowrank.md), P's best rank k beside E and F.
 """
 # In the json of a section whose models are tiny.
 SMALL_FLAG = "small"
@@ -210,6 +219,8 @@ def page_text(place: Place) -> str:
     """What the page holds, from the json of all sections that there are."""
     small = is_small(place)
     lines = [SMALL if small else INTRODUCTION]  # whose links are those of docs/results.md
+    if page_path(place) == PROJECT:
+        lines.append(ELSEWHERE)
     for name, title in TITLES.items():
         path = place.record(name)
         if not path.is_file():

@@ -161,4 +161,12 @@ def page(record: Mapping[str, Any]) -> list[str]:
     against = [f"{fused[n] / own[n]:.2f} at n = {n}" for n in own if fused.get(n)]
     if against:
         lines.append(f"- Times as fast as fused attention at k = {least}, nothing compiled: {', '.join(against)}.")
+    batches = {(c["model"], c["n"]): c["largest_batch"] for c in record["cells"] if c["largest_batch"]}
+    room = [
+        f"{batches[name, n] / batches[FUSED, n]:.2f} at n = {n}"
+        for name, n in batches
+        if name == f"Linformer k={least}" and (FUSED, n) in batches
+    ]
+    if room:
+        lines.append(f"- Largest batch in multiples of fused attention's, at k = {least}: {', '.join(room)}.")
     return [*lines, "- “None” was not measured, or the Transformer did not fit into memory.", ""]

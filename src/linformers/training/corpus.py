@@ -75,7 +75,7 @@ class Corpus:
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
         except FileNotFoundError:
-            raise ValueError(f"{folder} holds no corpus: run linformers prepare") from None
+            raise ValueError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
         except ValueError as error:
             raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

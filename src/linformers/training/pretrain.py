@@ -65,6 +65,14 @@ def _run(recipe: Recipe, console: Console, command: str) -> int:
     if not arguments.should_save:
         return _train(recipe, corpus, arguments, out, Console(quiet=True), command)
     corpus.verify()
+    rows = corpus.manifest["splits"]["train"]["tokens"] // recipe.max_length
+    if recipe.batch_size > rows:
+        console.print(
+            f"batch_size={recipe.batch_size:,} is more than the {rows:,} rows of n={recipe.max_length:,} tokens that "
+            f"data={recipe.data!r} has: a step repeats them",
+            style="yellow",
+            highlight=False,
+        )
     with checkpointing.locked(out):
         return _train(recipe, corpus, arguments, out, console, command)
 

@@ -224,6 +224,8 @@ def _load(path: Path, depth: int = 0) -> dict[str, Any]:
         return values
     if not isinstance(base, str) or depth > 8:
         raise ValueError(f"{path} has base={base!r}, expected the name of another recipe")
+    if not (path.parent / base).exists():
+        raise ValueError(f"{path} has base={base!r}, which does not exist beside it")
     inherited = _load(path.parent / base, depth + 1)
     return {**inherited, **values, "model": {**_fields(inherited), **_fields(values)}}
 
