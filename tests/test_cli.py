@@ -92,6 +92,7 @@ def test_demo(small, tmp_path, monkeypatch):
         (["predict", "--model", "x", "nolines.txt"], "file='nolines.txt' does not exist"),
         (["bench", "--layers", "0"], "layers=0 must be a positive integer"),
         (["bench", "--hidden", "100"], "hidden=100 must be a multiple of 64"),
+        (["bench", "--lengths", "64", "--projected", "16", "--windows", "100"], "windows=100 exceeds lengths=64"),
         (["bench", "--lengths", "-5"], "lengths='-5' must be positive whole numbers"),
         (["bench", "--out", __file__], "is no folder that can be written to: File exists"),
         (["demo", "--steps", "0"], "steps=0 must be a positive integer"),

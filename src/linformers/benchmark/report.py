@@ -91,6 +91,8 @@ class Settings:
                 raise ValueError(f"memory={self.memory} has no effect without batches")
         for window in self.windows:
             check_window(window, "linear")
+            if window > min(self.lengths):
+                raise ValueError(f"windows={window} exceeds lengths={min(self.lengths)}: at most n")
         if self.hidden % 64:
             raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
         if self.tokens is not None:
