@@ -224,8 +224,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "Validation perplexity after the last step, for each panel of the figure. One seed each; how far seeds differ "
         "stands in the section that compares a Linformer with its twin at equal steps. E learns at the common rate "
         "where all layers share it and n = 512, at 1.2·k/n of it where they share it and n is larger, and else, or "
-        "beside a local window, at 0.03 of it (below panel d at 0.12·k/n); so panel c compares ways of sharing, each at "
-        "a rate that suits it. The common rate (`model.projection_scale=1`), which is best at n = 512, stands below "
+        "beside a local window, at 0.03 of it (below panel d at 0.12·k/n); so panel c compares ways of sharing, each "
+        "at a rate that suits it. The common rate (`model.projection_scale=1`), which is best at n = 512, stands below "
         "panel d for longer inputs.",
         "",
     ]
