@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from linformers.training import checkpointing, finetune, inference, pretrain, recipe, tasks
+from linformers.training.corpus import Corpus
 
 from . import small
 
@@ -267,3 +268,12 @@ def test_a_rate_that_never_reaches_its_peak_is_told(corpus, tmp_path, capsys):
     recipe = small.recipe(corpus, tmp_path, steps=2, warmup_steps=4)
     assert pretrain.run(recipe, Console(width=200), "test") == 0
     assert "warmup_steps=4 is not below steps=2: the rate never reaches its peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_batch_that_is_more_than_the_text_is_told(more, corpus, tmp_path, capsys):
+    rows = Corpus.open(corpus).manifest["splits"]["train"]["tokens"] // 32
+    recipe = small.recipe(corpus, tmp_path, steps=1, warmup_steps=0, batch_size=rows + more)
+    assert pretrain.run(recipe, Console(width=200), "test") == 0
+    told = f"batch_size={rows + 1} is more than the {rows} rows of n=32 tokens that data='{corpus}' has"
+    assert (told in " ".join(capsys.readouterr().out.split())) == bool(more)

@@ -65,14 +65,6 @@ def _run(recipe: Recipe, console: Console, command: str) -> int:
     if not arguments.should_save:
         return _train(recipe, corpus, arguments, out, Console(quiet=True), command)
     corpus.verify()
-    rows = corpus.manifest["splits"]["train"]["tokens"] // recipe.max_length
-    if recipe.batch_size > rows:
-        console.print(
-            f"batch_size={recipe.batch_size:,} is more than the {rows:,} rows of n={recipe.max_length:,} tokens that "
-            f"data={recipe.data!r} has: a step repeats them",
-            style="yellow",
-            highlight=False,
-        )
     with checkpointing.locked(out):
         return _train(recipe, corpus, arguments, out, console, command)
 
@@ -89,10 +81,7 @@ def _train(
         console.print(f"{out / 'model'} is there already: this run is finished.", highlight=False)
         return 0
 
-    if recipe.warmup_steps >= recipe.steps:
-        warning = (
-            f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
-        )
+    for warning in warnings(recipe, corpus):
         console.print(warning, style="yellow", highlight=False)
     if (gpus := torch.cuda.device_count()) > 1 and arguments.world_size == 1:
         console.print(f"1 of {gpus} GPUs is used; torchrun --nproc_per_node={gpus} -m linformers … takes all of them")
@@ -116,6 +105,18 @@ def _train(
         last = read_metrics(out)[-1]
         console.print(f"validation perplexity {last['perplexity']:.2f}; model in {out / 'model'}", markup=False)
     return 0
+
+
+def warnings(recipe: Recipe, corpus: Corpus) -> Iterator[str]:
+    """What can be done and is hardly meant."""
+    if recipe.warmup_steps >= recipe.steps:
+        yield f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
+    rows = corpus.manifest["splits"]["train"]["tokens"] // recipe.max_length
+    if recipe.batch_size > rows:
+        yield (
+            f"batch_size={recipe.batch_size} is more than the {rows} rows of n={recipe.max_length} tokens that "
+            f"data={recipe.data!r} has: a step repeats them"
+        )
 
 
 def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -> ExactTrainer:
