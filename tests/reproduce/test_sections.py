@@ -297,13 +297,14 @@ def test_recipes_that_are_not_there_are_told_before_anything_is_made(data, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_corpus_of_other_text_is_refused(data, tmp_path):
+def test_a_corpus_of_other_text_is_refused(data, tmp_path, capsys):
     place = Place(data, runs=tmp_path, small=True)
     made = corpus(place, "wiki", QUIET)
     assert corpus(place, "wiki", QUIET) == corpus(Place(None, runs=tmp_path, small=True), "wiki", QUIET) == made
     other = tmp_path / "other"
     (other / "imdb").mkdir(parents=True)  # tasks alone say nothing of the text
-    assert corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET) == made
+    assert corpus(Place(other, runs=tmp_path, small=True), "wiki", Console(width=500)) == made
+    assert f"{other} has no text for it: the corpus in {made} is used" in capsys.readouterr().out
     (other / "wiki").mkdir()
     with pytest.raises(ValueError, match="has no wiki with files called train"):
         corpus(Place(other, runs=tmp_path, small=True), "wiki", QUIET)

@@ -85,7 +85,8 @@ def corpus(place: Place, name: str, console: Console) -> Path:
     """A corpus of Wikipedia, or of that and books, as tokens."""
     has_text = place.data is not None and any((place.data / folder).exists() for folder in CORPORA[name])
     if not has_text and (found := corpus_folder(place, name) / MANIFEST).exists():
-        console.print(f"{place.data} has no text for it: the corpus in {found.parent} is used", markup=False)
+        if place.data is not None:
+            console.print(f"{place.data} has no text for it: the corpus in {found.parent} is used", markup=False)
         return found.parent
     training, validation = [], []
     for folder, most in CORPORA[name].items():
