@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class Run(NamedTuple):
         return f"{self.recipe}{self.ending}"
 
 
-# What stands below panel d, at its lengths.
+# More rows of panel d.
 TWIN, FAST, LOCAL = "Transformer twin", "E at the common rate", "local window of 32"
 BELOW = {
     TWIN: {f"n={n}": Run(f"n{n}-twin") for n in (512, 1024, 2048, 4096)},
@@ -77,7 +77,7 @@ BELOW = {
     | {f"n={n}": Run(f"n{n}-k256-layerwise", "model.projection_scale=1.0", "-fast-E") for n in (2048, 4096)},
     LOCAL: {f"n={n}": Run(f"n{n}-k256-layerwise", "model.local_window=32", "-w32") for n in (4096,)},
 }
-# Each once, in the order of the panels, then of what stands below them.
+# Each once, in the order of the panels, then of the other rows.
 RUNS = {run.name: run for _, curves in PANELS.values() for run in map(Run, curves.values())}
 RUNS |= {run.name: run for runs in BELOW.values() for run in runs.values()}
 
@@ -159,22 +159,9 @@ def stuck(record: Mapping[str, Any]) -> list[str]:
 def length_claims(record: Mapping[str, Any]) -> list[str]:
     """What the paper says of n: that at fixed k it does not matter, and that n/k does not, either."""
     by_n, lines = ends(record, "d"), []
-    begins = {label: curve[0][1] for label, curve in record["panels"]["d"]["curves"].items() if curve}
-    twins = {label: own for label, own in record["below"][TWIN].items() if own is not None and label in by_n}
-    dense = {label: own for label, own in twins.items() if own < begins[label] / 2}  # which have learned
-    if len(by_n) == len(PANELS["d"][1]) and len(dense) > 1:
-        multiples = {label: by_n[label] / own for label, own in dense.items()}
-        equal = max(multiples.values()) < 1.1 * min(multiples.values())
-        found = ", ".join(f"{own:.2f} at {label}" for label, own in multiples.items())
-        alone = [label for label in by_n if label not in dense]
-        held = " and ".join(stuck(record))
-        lines.append(
-            f"“Length does not matter at fixed k”: the perplexity itself is {', '.join(map(_one, by_n.items()))}; "
-            f"in multiples of the twin's, within a tenth, {verdict(equal)} for {found}."
-            + (f" Open at {' and '.join(alone)}, where no twin was run or none learned." if alone else "")
-            + (f" {held} did not leave the plateau on which every run begins." if held else "")
-        )
     short, long = _of_the_twins(record, "a"), _of_the_twins(record, "b")
+    if len(by_n) == len(PANELS["d"][1]) and {128, 256} <= short.keys() & long.keys():
+        lines.append(_length(record, by_n, [short[128], long[128]]))
     if {64, 128, 256} <= short.keys() and {128, 256} <= long.keys():
         same_k = [(short[128], long[128]), (short[256], long[256])]
         same_ratio = [(short[64], long[128]), (short[128], long[256])]
@@ -191,6 +178,28 @@ def length_claims(record: Mapping[str, Any]) -> list[str]:
             "it stays 4."
         )
     return lines
+
+
+def _length(record: Mapping[str, Any], by_n: Mapping[str, float], smaller: Sequence[float]) -> str:
+    """Whether perplexity in multiples of the twin's stays within a tenth: at k = 256, and at the `smaller` 128."""
+    begins = {label: curve[0][1] for label, curve in record["panels"]["d"]["curves"].items()}
+    twins = {label: own for label, own in record["below"][TWIN].items() if own is not None}
+    learned = [label for label, own in twins.items() if own < begins[label] / 2]
+    multiples = [by_n[label] / twins[label] for label in learned]
+    ways = [
+        f"{verdict(max(own) < 1.1 * min(own))} at k = {k} ({', '.join(f'{one:.2f}' for one in own)})"
+        for k, own in ((256, multiples), (128, smaller))
+    ]
+    lacking = {"no twin was run": [label for label in by_n if label not in twins]}
+    lacking["the twin did not learn, either"] = [label for label in twins if label not in learned]
+    held = " and ".join(stuck(record))
+    return (
+        f"“Length does not matter at fixed k” (perplexity in multiples of the twin's, within a tenth): {ways[0]} for "
+        f"{', '.join(learned)}, and {ways[1]} for n=512, n=1024. At k = 256 the perplexity itself is "
+        f"{', '.join(map(_one, by_n.items()))}."
+        + "".join(f" Open at {' and '.join(where)}, where {why}." for why, where in lacking.items() if where)
+        + (f" {held} did not leave the plateau on which every run begins." if held else "")
+    )
 
 
 def _one(item: tuple[str, float]) -> str:
@@ -224,9 +233,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "Validation perplexity after the last step, for each panel of the figure. One seed each; how far seeds differ "
         "stands in the section that compares a Linformer with its twin at equal steps. E learns at the common rate "
         "where all layers share it and n = 512, at 1.2·k/n of it where they share it and n is larger, and else, or "
-        "beside a local window, at 0.03 of it (below panel d at 0.12·k/n); so panel c compares ways of sharing, each "
-        "at a rate that suits it. The common rate (`model.projection_scale=1`), which is best at n = 512, stands below "
-        "panel d for longer inputs.",
+        "beside a local window, at 0.03 of it (in the last row of panel d, at 0.12·k/n); so panel c compares ways of "
+        "sharing, each at a rate that suits it. A row of panel d shows what the common rate "
+        "(`model.projection_scale=1`) does to longer inputs.",
         "",
     ]
     for name, panel in record["panels"].items():
@@ -252,7 +261,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
 
 
 def below(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """What stands below panel d: its twin, and other choices that were tried at some of its lengths."""
+    """More rows of panel d: its twin, and other choices that were tried at some of its lengths."""
     rows = []
     for row, found in record["below"].items():
         values = ((label in found, found.get(label)) for label in PANELS["d"][1])

@@ -125,7 +125,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
 
 def _stuck(record: Mapping[str, Any]) -> str:
     where = " and ".join(label.replace("=", " = ") for label in record["stuck"])
-    return f", and k = 256 alone did not begin to learn at {where} in as many steps" if where else ""
+    return f", and k = 256 alone did not begin to learn at {where} on this text in as many steps" if where else ""
 
 
 def spread(record: Mapping[str, Any]) -> list[str]:

@@ -190,9 +190,10 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 def page(record: Mapping[str, Any]) -> list[str]:
     """Tables over variants, over the sweep, and over longer training."""
     lines = [
-        "Perplexity after 2,000 steps of 32,768 tokens. All models start with waves as positions and with queries and "
-        "keys alike; without a local window, the windows that E starts as begin at other tokens in other layers "
-        "unless “unshifted”. E learns at the common rate where all layers share it or it is “fast”, and at 0.03 of it "
+        "Perplexity after 2,000 steps of 32,768 tokens. Unless a row says otherwise, models start with waves as "
+        "positions and with queries and keys alike, and, without a local window, the windows that E starts as begin at "
+        "other tokens in other layers. E learns at the common rate where all layers share it or it is “fast”, and at "
+        "0.03 of it "
         "where each layer has its own, beside a local window, or where it is “slow”. “Plain start”: sinusoidal "
         "positions, queries and keys independent, windows unshifted, E slow.",
         "",

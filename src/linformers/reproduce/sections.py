@@ -69,8 +69,10 @@ command gives its number at the commit beside it: recipes and defaults have chan
 missing stands with the command that runs it; unless another reason is given, there was no time on a GPU for it yet.
 
 What differs from the paper in all that is trained here, but for long documents: models of 34M parameters instead of
-110M, thousands of updates instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg instead of
-Wikipedia and BookCorpus, and the twin, a Transformer with everything but the projection equal, in the place of RoBERTa.
+110M, thousands of updates instead of 250,000 (no curve has converged), Wikipedia and Project Gutenberg (Figure 3 and
+Table 2) or Wikipedia alone (equal steps, recall, section 4) instead of Wikipedia and BookCorpus, norms before each part
+of a layer instead of behind it, another start of E, positions, queries and keys (docs/models.md), and the twin, a
+Transformer with everything but the projection equal, in the place of RoBERTa.
 All models have one learning rate, 0.001 in pretraining, which was tuned for none of them; that of E was.
 
 *n* is the length of the input, *k* what E and F shorten it to, *w* the reach of a local window of exact keys; E's
