@@ -374,6 +374,10 @@ def test_what_the_paper_says_of_figure_3(tmp_path):
     )
     assert "from 1.50 to 1.52 where k stays 128 and from 1.02 to 1.04 where it stays 256" in decides
     assert "from 2.00 to 1.52 where n/k stays 8 and from 1.50 to 1.04 where it stays 4" in decides
+    for name in (*ends, "n2048-twin", "n4096-twin"):  # nothing learns, as where all models are tiny
+        write_run(tmp_path / "stuck", f"pretraining/{name}", curve=[[1, 150.0], [2, 140.0]], perplexity=140.0)
+    _, _, length, _ = figure3.claims(figure3.collect(Place(None, results=tmp_path / "stuck")))
+    assert "Open at n=512 and n=1024 and n=2048 and n=4096, where the twin did not learn, either." in length
     write_run(tmp_path, "pretraining/n512-k128-layerwise", curve=[[2, 90.0]])
     better, *_ = figure3.claims(figure3.collect(Place(None, results=tmp_path)))
     assert better.startswith("“Better with k”: refuted")

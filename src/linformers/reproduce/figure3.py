@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,16 +187,16 @@ def _length(record: Mapping[str, Any], by_n: Mapping[str, float], smaller: Seque
     learned = [label for label, own in twins.items() if own < begins[label] / 2]
     multiples = [by_n[label] / twins[label] for label in learned]
     ways = [
-        f"{verdict(max(own) < 1.1 * min(own))} at k = {k} ({', '.join(f'{one:.2f}' for one in own)})"
-        for k, own in ((256, multiples), (128, smaller))
+        f"{verdict(_change(own) < 1.1)} at k = {k} ({', '.join(f'{one:.2f}' for one in own)}) for {', '.join(labels)}"
+        for k, labels, own in ((256, learned, multiples), (128, list(by_n)[:2], smaller))
+        if own
     ]
     lacking = {"no twin was run": [label for label in by_n if label not in twins]}
     lacking["the twin did not learn, either"] = [label for label in twins if label not in learned]
     held = " and ".join(stuck(record))
     return (
-        f"“Length does not matter at fixed k” (perplexity in multiples of the twin's, within a tenth): {ways[0]} for "
-        f"{', '.join(learned)}, and {ways[1]} for n=512, n=1024. At k = 256 the perplexity itself is "
-        f"{', '.join(map(_one, by_n.items()))}."
+        f"“Length does not matter at fixed k” (perplexity in multiples of the twin's, within a tenth): "
+        f"{', and '.join(ways)}. At k = 256 the perplexity itself is {', '.join(map(_one, by_n.items()))}."
         + "".join(f" Open at {' and '.join(where)}, where {why}." for why, where in lacking.items() if where)
         + (f" {held} did not leave the plateau on which every run begins." if held else "")
     )
@@ -207,7 +207,7 @@ def _one(item: tuple[str, float]) -> str:
 
 
 def _nearly_equal(values: Mapping[str, float]) -> str:
-    ratio = max(values.values()) / min(values.values())
+    ratio = _change(values.values())
     return f"{verdict(ratio < 1.1)}. {', '.join(map(_one, values.items()))}: at most {ratio:.2f} times"
 
 
@@ -219,8 +219,8 @@ def _of_the_twins(record: Mapping[str, Any], panel: str) -> dict[int, float]:
     return {k: value / twin for k, value in own.items() if value and twin}
 
 
-def _change(pair: tuple[float, float]) -> float:
-    return max(pair) / min(pair)
+def _change(values: Collection[float]) -> float:
+    return max(values) / min(values)
 
 
 def verdict(holds: bool) -> str:

@@ -180,18 +180,10 @@ def collect(place: Place) -> dict[str, Any]:
     rows = {}
     for model in MODELS:
         cell = cells.get(f"{TIMED[model]}, compiled") or cells.get(TIMED[model]) or {}
-        tried = [
-            {
-                **trial._asdict(),
-                "accuracy": own and own["accuracy"],
-                "validation": own and own["seeds"][0]["validation_accuracy"],
-            }
-            for trial in trials(place, model)
-            for own in (results.get(run_name(model, trial)),)
-        ]
-        done = [own for own in tried if own["accuracy"] is not None]
+        outcomes = [outcome(trial, results.get(run_name(model, trial))) for trial in trials(place, model)]
+        done = [own for own in outcomes if own["accuracy"] is not None]
         rows[model] = {
-            "trials": tried,
+            "trials": outcomes,
             "accuracy": max(done, key=lambda own: own["validation"])["accuracy"] if done else None,
             "pretrained": results.get(pretrained_name(model), {}).get("accuracy"),
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
@@ -200,6 +192,14 @@ def collect(place: Place) -> dict[str, Any]:
             "peak_bytes": cell.get("peak_bytes"),
         }
     return {"runs": runs, "rows": rows}
+
+
+def outcome(trial: Trial, result: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A way to train from nothing, and what came of it, if it was run."""
+    numbers = {"accuracy": None, "validation": None}
+    if result is not None:
+        numbers = {"accuracy": result["accuracy"], "validation": result["seeds"][0]["validation_accuracy"]}
+    return {**trial._asdict(), **numbers}
 
 
 def page(record: Mapping[str, Any]) -> list[str]:

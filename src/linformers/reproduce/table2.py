@@ -165,7 +165,7 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"“Comparable downstream”: {figure3.verdict(best >= twin - NONE)}. The best pure Linformer ({model}, "
             f"n = {n}), chosen by what is reported, has {best:.2f} on average, the twin {twin:.2f} (the paper: 92.30 "
-            "against 92.25). No twin was run at n = 1024."
+            "against 92.25). No twin was fine-tuned at n = 1024."
         )
     others = averages_of(record, WITHOUT_QNLI)
     if twin is not None and local is not None:
