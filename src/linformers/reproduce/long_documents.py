@@ -47,6 +47,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "Linformer k=256": {"projected_length": 256},
     LOCAL: {"projected_length": 128, "local_window": 32},
 }
+# From nothing alone: a word is a few bytes, of which a wide window shows little before anything is learned.
+NARROW: dict[str, dict[str, Any]] = {
+    "Linformer k=128 w=4": {"projected_length": 128, "local_window": 4},
+    "Linformer k=128 w=2-4-8-32": {"projected_length": 128, "local_window": [2, 4, 8, 32]},
+}
 # What each is called by `linformers bench`.
 TIMED = {TWIN: FUSED} | {name: name for name in MODELS if name.startswith("Linformer")}
 SPEED = f"{GROUP}/speed"
@@ -83,9 +88,16 @@ class Trial(NamedTuple):
 # From nothing a model takes off or does not, and then soon knows its texts by heart. The validation set chooses.
 COMMON = Trial()
 TRIALS: dict[str, tuple[Trial, ...]] = dict.fromkeys(
-    MODELS, (COMMON, Trial(rate=1e-4), Trial(rate=1e-4, dropout=0.3, epochs=24))
+    (*MODELS, *NARROW), (COMMON, Trial(rate=1e-4), Trial(rate=1e-4, dropout=0.3, epochs=24))
 )
 TRIALS[LOCAL] += (Trial(rate=2e-4), Trial(rate=1e-3))
+for narrow in NARROW:
+    TRIALS[narrow] += (Trial(dropout=0.3, epochs=24),)
+
+
+def untrained(place: Place) -> dict[str, dict[str, Any]]:
+    """The models that are trained from nothing; where everything is tiny, windows are narrow as it is."""
+    return MODELS if place.small else MODELS | NARROW
 
 
 def trials(place: Place, model: str) -> tuple[Trial, ...]:
@@ -95,7 +107,7 @@ def trials(place: Place, model: str) -> tuple[Trial, ...]:
 def names(place: Place) -> list[str]:
     """What its runs are called."""
     tuned = [name(model) for model in MODELS for name in (masked_name, pretrained_name)]
-    return [SPEED, *(run_name(model, trial) for model in MODELS for trial in trials(place, model)), *tuned]
+    return [SPEED, *(run_name(model, trial) for model in untrained(place) for trial in trials(place, model)), *tuned]
 
 
 def jobs(place: Place, console: Console) -> list[Job]:
@@ -105,14 +117,16 @@ def jobs(place: Place, console: Console) -> list[Job]:
     share = 0.3 if place.small else 0.05
     tokens = tokens_of(place, RECIPE, texts, console, vocab_size=BYTES, validation_share=share)
     found = [speed(place)]
-    for name, fields in MODELS.items():
+    for name, fields in untrained(place).items():
         changes = [f"steps={STEPS}", *(f"model.{field}={value}" for field, value in fields.items())]
+        found += [from_nothing(place, name, imdb, changes, trial) for trial in trials(place, name)]
+        if name not in MODELS:
+            continue
         masked = masked_name(name).removeprefix(f"{GROUP}/")
         before = pretraining(place, tokens, RECIPE, group=GROUP, name=masked, changes=changes)
         settings = TINY if place.small else PRETRAINED
         after = finetuning(place, pretrained_name(name), model_of(place, before), imdb, settings, before.key, before)
-        own = trials(place, name)
-        found += [*(from_nothing(place, name, imdb, changes, trial) for trial in own), before, after]
+        found += [before, after]
     return found
 
 
@@ -178,8 +192,9 @@ def collect(place: Place) -> dict[str, Any]:
     results, runs = place.store.results(names(place))
     cells = {cell["model"]: cell for cell in results.get(SPEED, {}).get("cells", ())}
     rows = {}
-    for model in MODELS:
-        cell = cells.get(f"{TIMED[model]}, compiled") or cells.get(TIMED[model]) or {}
+    for model in untrained(place):
+        timed = TIMED.get(model)
+        cell = cells.get(f"{timed}, compiled") or cells.get(timed) or {}
         outcomes = [outcome(trial, results.get(run_name(model, trial))) for trial in trials(place, model)]
         done = [own for own in outcomes if own["accuracy"] is not None]
         rows[model] = {
@@ -207,18 +222,18 @@ def page(record: Mapping[str, Any]) -> list[str]:
     rows, missing = [], []
     for model, own in record["rows"].items():
         lacking = [run_name(model, trial) for trial, (accuracy, _) in tried(own).items() if accuracy is None]
-        lacking += [pretrained_name(model)] if own["pretrained"] is None else []
+        lacking += [pretrained_name(model)] if own["pretrained"] is None and model in MODELS else []
         missing += [name.rpartition("/")[2] for name in lacking]
-        accuracies = ["missing" if a is None else f"{100 * a[0]:.1f}" for a in (own["accuracy"], own["pretrained"])]
+        accuracy = "missing" if own["accuracy"] is None else f"{100 * own['accuracy'][0]:.1f}"
         if (count := sum(accuracy is not None for accuracy, _ in tried(own).values())) > 1:
-            accuracies[0] += f" (of {count})"
-        perplexity = "missing" if own["perplexity"] is None else f"{own['perplexity']:.2f}"
-        seconds, memory = own["seconds"], own["peak_bytes"]
-        time = "missing" if seconds is None else f"{1000 * seconds:.1f}"
-        published = str(PUBLISHED.get(model, "–"))
-        memories = f"{memory / 2**20:,.0f}" if memory else "–"
-        rows.append((model, published, accuracies[0], perplexity, accuracies[1], time, memories))
-    if any(own["seconds"] is None for own in record["rows"].values()):
+            accuracy += f" (of {count})"
+        none = "missing" if model in MODELS else "–"
+        pretrained = none if own["pretrained"] is None else f"{100 * own['pretrained'][0]:.1f}"
+        perplexity = none if own["perplexity"] is None else f"{own['perplexity']:.2f}"
+        time = none if own["seconds"] is None else f"{1000 * own['seconds']:.1f}"
+        memory = f"{own['peak_bytes'] / 2**20:,.0f}" if own["peak_bytes"] else "–"
+        rows.append((model, str(PUBLISHED.get(model, "–")), accuracy, perplexity, pretrained, time, memory))
+    if any(own["seconds"] is None for model, own in record["rows"].items() if model in MODELS):
         missing.append(SPEED.rpartition("/")[2])
     return [
         *table(
