@@ -41,7 +41,7 @@ BATCH = 32
 PRETRAINED = Settings(seeds=1, epochs=6, batch_size=BATCH, learning_rate=3e-4)
 TINY = Settings(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=64)
 
-TWIN, LOCAL = "Transformer twin", "Linformer k=128 w=32"
+TWIN, LOCAL, GROWING = "Transformer twin", "Linformer k=128 w=32", "Linformer k=128 w=2-4-8-32"
 MODELS: dict[str, dict[str, Any]] = {
     TWIN: {"projection": "identity"},
     "Linformer k=256": {"projected_length": 256},
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # From nothing alone: a word is a few bytes, of which a wide window shows little before anything is learned.
 NARROW: dict[str, dict[str, Any]] = {
     "Linformer k=128 w=4": {"projected_length": 128, "local_window": 4},
-    "Linformer k=128 w=2-4-8-32": {"projected_length": 128, "local_window": [2, 4, 8, 32]},
+    GROWING: {"projected_length": 128, "local_window": [2, 4, 8, 32]},
 }
 # What each is called by `linformers bench`.
 TIMED = {TWIN: FUSED} | {name: name for name in MODELS if name.startswith("Linformer")}
@@ -91,8 +91,7 @@ TRIALS: dict[str, tuple[Trial, ...]] = dict.fromkeys(
     (*MODELS, *NARROW), (COMMON, Trial(rate=1e-4), Trial(rate=1e-4, dropout=0.3, epochs=24))
 )
 TRIALS[LOCAL] += (Trial(rate=2e-4), Trial(rate=1e-3))
-for narrow in NARROW:
-    TRIALS[narrow] += (Trial(dropout=0.3, epochs=24),)
+TRIALS[GROWING] += (Trial(rate=1e-4, epochs=24), Trial(rate=2e-4))
 
 
 def untrained(place: Place) -> dict[str, dict[str, Any]]:
