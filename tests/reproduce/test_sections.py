@@ -152,7 +152,7 @@ def test_long_documents(data, tmp_path):
     assert rows["Transformer twin"]["accuracy"] is rows["Transformer twin"]["pretrained"] is None
     assert all(own["seconds"] > 0 and own["peak_bytes"] > 0 for own in rows.values())
     found = rows["Linformer k=128 w=32"]
-    accuracies = [100 * found[field][0] for field in ("accuracy", "pretrained")]
+    accuracies = [100 * found[field] for field in ("accuracy", "pretrained")]
     assert all(0 <= accuracy <= 100 for accuracy in accuracies)
     cells = [accuracies[0], found["perplexity"], accuracies[1], 1000 * found["seconds"]]
     row = "| Linformer k=128 w=32 | – | {:.1f} | {:.2f} | {:.1f} | {:.1f} | ".format(*cells)
@@ -189,6 +189,18 @@ def test_long_documents_beside_the_published(tmp_path):
     assert (
         "--only Linformer-k128-w32-rate-0.0001-dropout-0.3-epochs-24 --only Linformer-k128-w32-rate-0.0002" in page[-2]
     )
+    seeds = [{"validation_accuracy": 0.7}]
+    write_run(tmp_path, "long/Linformer-k128-w4", accuracy=[0.68, None], seeds=seeds, stopped_after=8)
+    write_run(tmp_path, "long/Linformer-k128-w4-rate-0.0001", accuracy=None, seeds=seeds, stopped_after=3)
+    record = long_documents.collect(Place(None, results=tmp_path))
+    assert long_documents.claims(record)[2] == (
+        "Linformer k=128 w=4, from nothing: 68.0, above the Transformer's published 64.27. "
+        "It was cut off after 8 of 12 epochs."
+    )
+    page = long_documents.page(record)
+    assert any(row.endswith("| 64.0 (64.0) | 68.0 (70.0, stopped after 8) | missing |") for row in page)
+    assert any(row.endswith("| 61.0 (65.0) | – (70.0, stopped after 3) | missing |") for row in page)
+    assert "--only Linformer-k128-w4 --only Linformer-k128-w4-rate-0.0001 " in page[-2]
     write_run(tmp_path, "long/Transformer-twin", accuracy=[0.6, None])
     *_, fair = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))
     assert fair.endswith("in points beside its twin: Linformer k=256 -6.0, Linformer k=128 w=32 +4.0.")  # the same way
@@ -341,7 +353,7 @@ def test_a_run_that_is_not_there_is_refused_before_anything_is_made(data, tmp_pa
 
 
 def write_run(folder, name, **result):
-    if "accuracy" in result:
+    if result.get("accuracy"):
         score = result["accuracy"][0]
         result = {"seeds": [{"accuracy": score, "validation_accuracy": score}], **result}
     path = folder / "runs" / f"{name}.json"

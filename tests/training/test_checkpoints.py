@@ -1,6 +1,8 @@
 """Damaged checkpoints are found by their hash and named; a full disk leaves the previous one as it was."""
 
 import errno
+import io
+import json
 import random
 import re
 import shutil
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from linformers.training import checkpointing, trainer
+from linformers.training import checkpointing, inference, trainer
 
 from . import small
 
@@ -64,6 +66,16 @@ def test_whole_checkpoints_are_not_reported(run):
     messages = []
     assert checkpointing.newest_whole(run, messages.append) == run / "checkpoint-24"
     assert messages == []
+
+
+def test_checkpoints_are_models(finished):
+    answers = []
+    for name in ("model", "checkpoint-24"):
+        out = io.StringIO()
+        inference.predict(finished / name, ["the quick <mask> jumps"], out)
+        answers.append(json.loads(out.getvalue()))
+    assert answers[0] == answers[1]
+    assert len(answers[0]["guesses"]) == 5
 
 
 def test_run_goes_on_from_the_one_before(corpus, finished, run):

@@ -85,6 +85,32 @@ class Trial(NamedTuple):
         return Settings(seeds=1, epochs=self.epochs, batch_size=BATCH, learning_rate=self.rate)
 
 
+class Outcome(NamedTuple):
+    """What came of training a model.
+
+    Attributes:
+        accuracy: on the test set, of the weights that did best on the validation set; `None` if it was not tested.
+        validation: their accuracy there.
+        stopped_after: so many epochs, where something cut it off before its end.
+    """
+
+    accuracy: float | None = None
+    validation: float | None = None
+    stopped_after: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.accuracy is not None and self.stopped_after is None
+
+    @property
+    def words(self) -> str:
+        if self.validation is None:
+            return "missing"
+        tested = "–" if self.accuracy is None else f"{100 * self.accuracy:.1f}"
+        cut = f", stopped after {self.stopped_after}" if self.stopped_after else ""
+        return f"{tested} ({100 * self.validation:.1f}{cut})"
+
+
 # From nothing a model takes off or does not, and then soon knows its texts by heart. The validation set chooses.
 COMMON = Trial()
 TRIALS: dict[str, tuple[Trial, ...]] = dict.fromkeys(
@@ -194,12 +220,13 @@ def collect(place: Place) -> dict[str, Any]:
     for model in untrained(place):
         timed = TIMED.get(model)
         cell = cells.get(f"{timed}, compiled") or cells.get(timed) or {}
-        outcomes = [outcome(trial, results.get(run_name(model, trial))) for trial in trials(place, model)]
-        done = [own for own in outcomes if own["accuracy"] is not None]
+        outcomes = {trial: outcome(results.get(run_name(model, trial))) for trial in trials(place, model)}
+        ways = {"trials": [{**trial._asdict(), **own._asdict()} for trial, own in outcomes.items()]}
+        chosen = best(ways)
         rows[model] = {
-            "trials": outcomes,
-            "accuracy": max(done, key=lambda own: own["validation"])["accuracy"] if done else None,
-            "pretrained": results.get(pretrained_name(model), {}).get("accuracy"),
+            **ways,
+            "accuracy": chosen and outcomes[chosen].accuracy,
+            "pretrained": outcome(results.get(pretrained_name(model))).accuracy,
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
             "masked_bytes": results.get(masked_name(model), {}).get("curve"),
             "seconds": cell.get("seconds"),
@@ -208,26 +235,26 @@ def collect(place: Place) -> dict[str, Any]:
     return {"runs": runs, "rows": rows}
 
 
-def outcome(trial: Trial, result: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A way to train from nothing, and what came of it, if it was run."""
-    numbers = {"accuracy": None, "validation": None}
-    if result is not None:
-        numbers = {"accuracy": result["accuracy"], "validation": result["seeds"][0]["validation_accuracy"]}
-    return {**trial._asdict(), **numbers}
+def outcome(result: Mapping[str, Any] | None) -> Outcome:
+    """What the record of a run says, if there is one."""
+    if result is None:
+        return Outcome()
+    accuracy = result["accuracy"] and result["accuracy"][0]
+    return Outcome(accuracy, result["seeds"][0]["validation_accuracy"], result.get("stopped_after"))
 
 
 def page(record: Mapping[str, Any]) -> list[str]:
     """Our accuracies beside the published ones, and what training takes."""
     rows, missing = [], []
     for model, own in record["rows"].items():
-        lacking = [run_name(model, trial) for trial, (accuracy, _) in tried(own).items() if accuracy is None]
+        lacking = [run_name(model, trial) for trial, found in tried(own).items() if not found.complete]
         lacking += [pretrained_name(model)] if own["pretrained"] is None and model in MODELS else []
         missing += [name.rpartition("/")[2] for name in lacking]
-        accuracy = "missing" if own["accuracy"] is None else f"{100 * own['accuracy'][0]:.1f}"
-        if (count := sum(accuracy is not None for accuracy, _ in tried(own).values())) > 1:
+        accuracy = "missing" if own["accuracy"] is None else f"{100 * own['accuracy']:.1f}"
+        if (count := sum(found.accuracy is not None for found in tried(own).values())) > 1:
             accuracy += f" (of {count})"
         none = "missing" if model in MODELS else "–"
-        pretrained = none if own["pretrained"] is None else f"{100 * own['pretrained'][0]:.1f}"
+        pretrained = none if own["pretrained"] is None else f"{100 * own['pretrained']:.1f}"
         perplexity = none if own["perplexity"] is None else f"{own['perplexity']:.2f}"
         time = none if own["seconds"] is None else f"{1000 * own['seconds']:.1f}"
         memory = f"{own['peak_bytes'] / 2**20:,.0f}" if own["peak_bytes"] else "–"
@@ -256,7 +283,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         f"A step is forward and backward of {BATCH} documents of {N:,} bytes, compiled, its memory what it takes "
         "beside the weights.",
         "",
-        "Every way to train from nothing that was tried: accuracy, and (on the validation set, which chooses):",
+        "Every way to train from nothing that was tried: accuracy, and (on the validation set, which chooses; where a "
+        "run was cut off, after how many epochs):",
         "",
         *table(("", *record["rows"]), trial_rows(record)),
         *(f"- {line}" for line in claims(record)),
@@ -265,26 +293,25 @@ def page(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def tried(row: Mapping[str, Any]) -> dict[Trial, tuple[float | None, float | None]]:
-    """Of each way to train a model from nothing, its accuracy and that on the validation set, if it was run."""
+def tried(row: Mapping[str, Any]) -> dict[Trial, Outcome]:
+    """Each way to train a model from nothing, and what came of it."""
     return {
-        Trial(*(own[field] for field in Trial._fields)): (own["accuracy"] and own["accuracy"][0], own["validation"])
+        Trial(*(own[field] for field in Trial._fields)): Outcome(*(own[field] for field in Outcome._fields))
         for own in row["trials"]
     }
+
+
+def best(row: Mapping[str, Any]) -> Trial | None:
+    """Of the ways to train a model from nothing that were tested, which did best on the validation set."""
+    tested = {trial: own.validation or 0 for trial, own in tried(row).items() if own.accuracy is not None}
+    return max(tested, key=lambda trial: tested[trial], default=None)
 
 
 def trial_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Each way to train from nothing, and what it gives each model that it is for."""
     by_model = [tried(own) for own in record["rows"].values()]
-    rows = []
-    for trial in dict.fromkeys(itertools.chain(*by_model)):
-        cells = ["–" if trial not in own else _both(*own[trial]) for own in by_model]
-        rows.append((trial.words, *cells))
-    return rows
-
-
-def _both(accuracy: float | None, validation: float | None) -> str:
-    return "missing" if accuracy is None or validation is None else f"{100 * accuracy:.1f} ({100 * validation:.1f})"
+    every = dict.fromkeys(itertools.chain(*by_model))
+    return [(trial.words, *(own[trial].words if trial in own else "–" for own in by_model)) for trial in every]
 
 
 def claims(record: Mapping[str, Any]) -> list[str]:
@@ -294,12 +321,14 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         published, whose = PUBLISHED.get(model), "published"
         if published is None:
             published, whose = PUBLISHED[TWIN], "Transformer's published"
-        if own["accuracy"] is not None:
-            accuracy = 100 * own["accuracy"][0]
+        if (trial := best(own)) is not None:
+            accuracy, epochs = 100 * own["accuracy"], tried(own)[trial].stopped_after
             how = "above" if accuracy > published else "below"
-            lines.append(f"{model}, from nothing: {accuracy:.1f}, {how} the {whose} {published}.")
-    common = {model: tried(own)[COMMON][0] for model, own in rows.items()}
-    pretrained = {model: own["pretrained"] and own["pretrained"][0] for model, own in rows.items()}
+            cut = f" It was cut off after {epochs} of {trial.epochs} epochs." if epochs else ""
+            lines.append(f"{model}, from nothing: {accuracy:.1f}, {how} the {whose} {published}.{cut}")
+    by_model = {model: tried(own)[COMMON] for model, own in rows.items()}
+    common = {model: own.accuracy if own.complete else None for model, own in by_model.items()}
+    pretrained = {model: own["pretrained"] for model, own in rows.items()}
     for start, accuracies in ((f"From nothing, by {COMMON.words}", common), ("Pretrained", pretrained)):
         twin = accuracies.pop(TWIN)
         if twin is not None and any(accuracies.values()):

@@ -97,6 +97,8 @@ class ExactTrainer(Trainer):
             self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
 
         def fill(unfinished: Path) -> None:
+            # As `save_pretrained` of a model notes it: a checkpoint is a model, too.
+            self.model.config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
             self.model.config.save_pretrained(unfinished)
             save_file(weights, unfinished / MODEL, metadata={"format": "pt"})
             save_file(optimizer, unfinished / OPTIMIZER)
