@@ -117,6 +117,8 @@ TRIALS: dict[str, tuple[Trial, ...]] = dict.fromkeys(
     (*MODELS, *NARROW), (COMMON, Trial(rate=1e-4), Trial(rate=1e-4, dropout=0.3, epochs=24))
 )
 TRIALS[LOCAL] += (Trial(rate=2e-4), Trial(rate=1e-3))
+for narrow in NARROW:
+    TRIALS[narrow] += (Trial(dropout=0.3, epochs=24),)
 TRIALS[GROWING] += (Trial(rate=1e-4, epochs=24), Trial(rate=2e-4))
 
 
@@ -275,9 +277,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
             rows,
         ),
         "Accuracy on 25,000 texts in percent, of which chance has 50; one seed, 4 to 5M parameters, and a text is "
-        "labelled by the mean of its bytes. Published: Tay et al. (2021), from nothing, whose best efficient model has "
-        "65.9; their Linformer's k may be another. From nothing: of those below that "
-        "were run, which (of several) did best on the validation set. "
+        "labelled by the mean of its bytes; several w are those of the four layers. Published: Tay et al. (2021), from "
+        "nothing, whose best efficient model has 65.9; their Linformer's k may be another. From nothing: of those "
+        "below that were tested, which (of several) did best on the validation set. "
         f"Pretrained: after {STEPS:,} steps of masked bytes of the task's own training texts, as Amos et al. (2024) "
         f"advise, and nothing else; then {PRETRAINED.epochs} epochs at a rate of {PRETRAINED.learning_rate:g}. "
         f"A step is forward and backward of {BATCH} documents of {N:,} bytes, compiled, its memory what it takes "
