@@ -101,6 +101,8 @@ def test_demo(small, tmp_path, monkeypatch):
         (["finetune", "sst3", "--model", "x", "--out", "y"], "task='sst3' is not one of 'sst2', 'imdb', 'qnli', 'qqp'"),
         (["theorems", "--epsilon", "0.1,x"], "epsilon='0.1,x' must be numbers separated by commas, such as 0.1,0.5"),
         (["predict", "--model", "nowhere"], "model='nowhere' holds no model"),
+        (["evaluate", "--model", "m", "--task", "sst2", "--rows", "5"], "rows=5 has no effect on task='sst2'"),
+        (["evaluate", "--model", "m", "--data", "d", "--label", "stars"], "label='stars' has no effect on perplexity"),
         (["evaluate", "--model", "nowhere"], "data is missing"),
         (["demo", "--out", __file__], "is no folder that can be written to: File exists"),
     ],

@@ -33,6 +33,11 @@ def check_probability(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a probability: at least 0 and below 1")
 
 
+def check_share(name: str, value: Any) -> None:
+    if not (is_number(value) and 0 < value < 1):
+        raise ValueError(f"{name}={value!r} must be above 0 and below 1")
+
+
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value in choices:
@@ -99,8 +104,16 @@ def make_folder(name: str, folder: Path) -> None:
 
 def check_no_run(name: str, folder: Path) -> None:
     """Refuse the folder of a run where its model is wanted."""
-    if not (folder / "config.json").exists() and (folder / "model" / "config.json").exists():
+    if (folder / "config.json").exists():
+        return
+    if (folder / "model" / "config.json").exists():
         raise ValueError(f"{name}={str(folder)!r} is the folder of a run; its model is {str(folder / 'model')!r}")
+    if checkpoints := [*folder.glob("checkpoint-*"), *folder.glob("seed-*/checkpoint-*")]:
+        newest = max(checkpoints, key=lambda own: own.stat().st_mtime)
+        raise ValueError(
+            f"{name}={str(folder)!r} is the folder of a run that is not finished: run its command again, "
+            f"or name its checkpoint {str(newest)!r}"
+        )
 
 
 def check_model(name: str, folder: Path) -> None:

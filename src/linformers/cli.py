@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 console = Console()
 
-Model = Annotated[Path, typer.Option(help="Folder of a model that pretrain or finetune wrote.")]
+Model = Annotated[Path, typer.Option(help="Folder of a model, or a checkpoint, that pretrain or finetune wrote.")]
 Start = Annotated[
     Path,
     typer.Option(
@@ -178,6 +178,12 @@ def evaluate(
 
     _quiet()
     progress = Console(stderr=True)
+    of_perplexity: dict[str, tuple[object, object]] = {"rows": (rows, 1024), "mask_share": (mask_share, 0.15)}
+    of_tasks: dict[str, tuple[object, object]] = {"text": (text, "text"), "label": (label, "label")}
+    for option, (value, usual) in (of_tasks if task is None else of_perplexity).items():
+        if value != usual:
+            what = "perplexity: name a task" if task is None else f"task={task!r}, which is no perplexity"
+            raise ValueError(f"{option}={value!r} has no effect on {what}")
     if task is not None:
         inference.check_classifier(model)
         if Path(task).suffix:

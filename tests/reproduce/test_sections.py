@@ -200,6 +200,9 @@ def test_long_documents_beside_the_published(tmp_path):
     page = long_documents.page(record)
     assert any(row.endswith("| 64.0 (64.0) | 68.0 (70.0, stopped after 8) | missing |") for row in page)
     assert any(row.endswith("| 61.0 (65.0) | – (70.0, stopped after 3) | missing |") for row in page)
+    write_run(tmp_path, "long/Linformer-k128-w2-4-8-32", accuracy=None, seeds=seeds, stopped_after=3)
+    page = long_documents.page(long_documents.collect(Place(None, results=tmp_path)))
+    assert any(row.startswith("| Linformer k=128 w=2-4-8-32 | – | cut off | – |") for row in page)
     assert "--only Linformer-k128-w4 --only Linformer-k128-w4-rate-0.0001 " in page[-2]
     write_run(tmp_path, "long/Transformer-twin", accuracy=[0.6, None])
     *_, fair = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))

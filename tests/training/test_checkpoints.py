@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -76,6 +77,15 @@ def test_checkpoints_are_models(finished):
         answers.append(json.loads(out.getvalue()))
     assert answers[0] == answers[1]
     assert len(answers[0]["guesses"]) == 5
+
+
+def test_an_unfinished_run_is_no_model_and_its_newest_checkpoint_is_named(run):
+    os.utime(run / "checkpoint-20", (0, 0))
+    with pytest.raises(
+        ValueError, match="run that is not finished: run its command again, or name its checkpoint"
+    ) as no:
+        inference.predict(run, [], io.StringIO())
+    assert str(no.value).endswith("checkpoint-24'")
 
 
 def test_run_goes_on_from_the_one_before(corpus, finished, run):

@@ -215,7 +215,7 @@ def test_numbers_of_predict_and_evaluate(pretrained, corpus):
     with refused("rows=0 must be a positive integer"):
         inference.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
     for share in (0, 2):
-        with refused(f"mask_share={share} must be"):
+        with refused(f"mask_share={share} must be above 0 and below 1"):
             inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=share)
     shares = [inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=s) for s in (0.15, 0.5)]
     assert shares[1]["masked_tokens"] > 2 * shares[0]["masked_tokens"]

@@ -252,7 +252,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
         lacking = [run_name(model, trial) for trial, found in tried(own).items() if not found.complete]
         lacking += [pretrained_name(model)] if own["pretrained"] is None and model in MODELS else []
         missing += [name.rpartition("/")[2] for name in lacking]
-        accuracy = "missing" if own["accuracy"] is None else f"{100 * own['accuracy']:.1f}"
+        begun = any(found.validation is not None for found in tried(own).values())
+        none = "cut off" if begun else "missing"
+        accuracy = none if own["accuracy"] is None else f"{100 * own['accuracy']:.1f}"
         if (count := sum(found.accuracy is not None for found in tried(own).values())) > 1:
             accuracy += f" (of {count})"
         none = "missing" if model in MODELS else "–"
@@ -278,8 +280,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
         ),
         "Accuracy on 25,000 texts in percent, of which chance has 50; one seed, 4 to 5M parameters, and a text is "
         "labelled by the mean of its bytes; several w are those of the four layers. Published: Tay et al. (2021), from "
-        "nothing, whose best efficient model has 65.9; their Linformer's k may be another. From nothing: of those "
-        "below that were tested, which (of several) did best on the validation set. "
+        "nothing, whose best efficient model has 65.9; their Linformer's k may be another. From nothing: the tested "
+        "run that is best on the validation set (5% of the training texts, where two points may be chance), and of how "
+        "many. "
         f"Pretrained: after {STEPS:,} steps of masked bytes of the task's own training texts, as Amos et al. (2024) "
         f"advise, and nothing else; then {PRETRAINED.epochs} epochs at a rate of {PRETRAINED.learning_rate:g}. "
         f"A step is forward and backward of {BATCH} documents of {N:,} bytes, compiled, its memory what it takes "

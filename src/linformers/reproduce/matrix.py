@@ -201,7 +201,9 @@ def to_fill(section: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
     only = " ".join(f"--only {shlex.quote(name)}" for name in names)
-    return [f"- What is missing was not run to its end yet; `linformers reproduce {section} --data DIR {only}` fills it."]
+    return [
+        f"- What is missing was not run to its end yet; `linformers reproduce {section} --data DIR {only}` fills it."
+    ]
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

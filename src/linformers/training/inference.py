@@ -15,7 +15,7 @@ from rich.progress import track
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from ..checks import check_model, check_positive, check_probability, check_size
+from ..checks import check_model, check_share, check_size
 from ..config import LinformerConfig
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .batches import collate, encode
@@ -95,8 +95,7 @@ def perplexity(
 ) -> dict[str, Any]:
     """The perplexity of masked words of a corpus's validation set, with the mask that pretraining uses."""
     check_size("rows", rows)
-    check_probability("mask_share", mask_share)
-    check_positive("mask_share", mask_share)
+    check_share("mask_share", mask_share)
     if purpose(model) != "fill-mask":
         raise ValueError(f"model={str(model)!r} predicts no words: perplexity needs a masked-language model")
     corpus, tokenizer = Corpus.open(data), load_tokenizer(model)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_choice, is_number
+from ..checks import check_choice, check_share
 from . import sources
 
 HELD_OUT = 0.05
@@ -213,8 +213,7 @@ def held_out(texts: Sequence[str], share: float = HELD_OUT, part: int = 0) -> np
 
     Equal texts are on the same side, whatever the order, the seed and the machine.
     """
-    if not (is_number(share) and 0 < share < 1):
-        raise ValueError(f"share={share!r} must be above 0 and below 1")
+    check_share("share", share)
     # Copies of one data set differ in the space at the end of a text.
     digests = (blake2b(text.strip().encode(), digest_size=8).digest() for text in texts)
     places = np.array([int.from_bytes(digest, "big") / 2**64 for digest in digests])
