@@ -45,7 +45,7 @@ TRANSFORMERS = {
 # The lines and shades of what is only there to be beaten, by how its name begins.
 GREYS = {"zeros": (":", "#999999"), "mean of": ("s-.", "#555555"), "ε": ("--", "#999999")}
 # What is added to the name of a model whose line is dashed, in the colour of the model.
-DASHED = (", compiled", ", plain start")
+DASHED = (", compiled", ", plain start", ", twin")
 # Okabe and Ito's colours, which colour-blind readers tell apart, and two more, each with a marker; where there are more
 # models than colours, these come again with other markers.
 COLOURS = ("#d55e00", "#009e73", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")

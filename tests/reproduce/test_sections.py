@@ -207,6 +207,11 @@ def test_long_documents_beside_the_published(tmp_path):
     write_run(tmp_path, "long/Transformer-twin", accuracy=[0.6, None])
     *_, fair = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))
     assert fair.endswith("in points beside its twin: Linformer k=256 -6.0, Linformer k=128 w=32 +4.0.")  # the same way
+    write_run(tmp_path, "long/Linformer-k256-masked-bytes-repeated", perplexity=5.0)
+    assert long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))[-1] == (
+        "Linformer k=256 was pretrained again for fine-tuning, which had lost the weights, and ended at 5.00."
+    )
+    (tmp_path / "runs" / "long" / "Linformer-k256-masked-bytes-repeated.json").unlink()
     write_run(tmp_path, "long/Transformer-twin-pretrained", accuracy=[0.83, None])
     write_run(tmp_path, "long/Linformer-k256-pretrained", accuracy=[0.84, None])
     *_, pretrained = long_documents.claims(long_documents.collect(Place(None, results=tmp_path)))
@@ -431,7 +436,15 @@ def test_the_panels_of_figure_3(tmp_path, monkeypatch):
         assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0  # below, where no line is
     assert [text.get_text() for text in empty.texts] == ["no runs yet"]
     assert not empty.axison
-    plots.plt.close(figures[0])
+    for name in ("n512-k256-layerwise", "n4096-k256-layerwise-w32"):
+        write_run(tmp_path, f"pretraining/{name}", curve=[[1, 100.0], [2, 40.0]])
+    figure3.draw(figure3.collect(Place(None, results=tmp_path)), tmp_path)
+    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figures[1].axes[3].get_lines()}
+    assert lines.keys() == {"n=512", "n=512, twin", "n=1024, twin", "n=4096 w=32"}
+    assert lines["n=512"][0] == lines["n=512, twin"][0]
+    assert [lines[label][1] for label in ("n=512", "n=512, twin", "n=4096 w=32")] == ["-", "--", "-"]
+    for figure in figures:
+        plots.plt.close(figure)
 
 
 def test_what_the_paper_says_of_table_2(tmp_path):

@@ -77,6 +77,8 @@ BELOW = {
     | {f"n={n}": Run(f"n{n}-k256-layerwise", "model.projection_scale=1.0", "-fast-E") for n in (2048, 4096)},
     LOCAL: {f"n={n}": Run(f"n{n}-k256-layerwise", "model.local_window=32", "-w32") for n in (4096,)},
 }
+# Those of them that are drawn there, too, and how their labels end.
+BESIDE = {TWIN: ", twin", LOCAL: " w=32"}
 # Each once, in the order of the panels, then of the other rows.
 RUNS = {run.name: run for _, curves in PANELS.values() for run in map(Run, curves.values())}
 RUNS |= {run.name: run for runs in BELOW.values() for run in runs.values()}
@@ -112,14 +114,20 @@ def collect(place: Place) -> dict[str, Any]:
         row: {label: results.get(f"{GROUP}/{run.name}", {}).get("perplexity") for label, run in own.items()}
         for row, own in BELOW.items()
     }
-    return {"runs": runs, "panels": panels, "below": below}
+    beside = {
+        f"{label}{ending}": results[name]["curve"]
+        for row, ending in BESIDE.items()
+        for label, run in BELOW[row].items()
+        if (name := f"{GROUP}/{run.name}") in results
+    }
+    return {"runs": runs, "panels": panels, "below": below, "beside": beside}
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    found = {
-        f"3{name}, {panel['title']}": {label: curve for label, curve in panel["curves"].items() if curve}
-        for name, panel in record["panels"].items()
-    }
+    found = {}
+    for name, panel in record["panels"].items():
+        curves = {label: curve for label, curve in panel["curves"].items() if curve}
+        found[f"3{name}, {panel['title']}"] = curves | record["beside"] if name == "d" and curves else curves
     plots.perplexities(found, path)
 
 

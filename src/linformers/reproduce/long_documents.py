@@ -20,7 +20,7 @@ from ..training.checkpointing import write_whole
 from ..training.finetune import Settings
 from ..training.recipe import read
 from ..training.tokenizer import train_tokenizer
-from .jobs import Job, digest
+from .jobs import REPEATED, Job, digest
 from .matrix import (
     Place,
     Task,
@@ -196,6 +196,11 @@ def masked_name(model: str) -> str:
     return f"{run_name(model)}-masked-bytes"
 
 
+def repeated_name(model: str) -> str:
+    """What the pretraining is called that was repeated for fine-tuning, as the weights of the first were gone."""
+    return f"{masked_name(model)}{REPEATED}"
+
+
 def pretrained_name(model: str) -> str:
     return f"{run_name(model)}-pretrained"
 
@@ -231,6 +236,7 @@ def collect(place: Place) -> dict[str, Any]:
             "pretrained": outcome(results.get(pretrained_name(model))).accuracy,
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
             "masked_bytes": results.get(masked_name(model), {}).get("curve"),
+            "repeated": again["result"]["perplexity"] if (again := place.store.read(repeated_name(model))) else None,
             "seconds": cell.get("seconds"),
             "peak_bytes": cell.get("peak_bytes"),
         }
@@ -339,6 +345,11 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         if twin is not None and any(accuracies.values()):
             found = [f"{model} {100 * (own - twin):+.1f}" for model, own in accuracies.items() if own is not None]
             lines.append(f"{start}, in points beside its twin: {', '.join(found)}.")
+    lines += [
+        f"{model} was pretrained again for fine-tuning, which had lost the weights, and ended at {own['repeated']:.2f}."
+        for model, own in rows.items()
+        if own["repeated"] is not None
+    ]
     early = {
         model: dict(map(tuple, own["masked_bytes"])).get(EARLY) for model, own in rows.items() if own["masked_bytes"]
     }
