@@ -259,8 +259,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         lacking += [pretrained_name(model)] if own["pretrained"] is None and model in MODELS else []
         missing += [name.rpartition("/")[2] for name in lacking]
         begun = any(found.validation is not None for found in tried(own).values())
-        none = "cut off" if begun else "missing"
-        accuracy = none if own["accuracy"] is None else f"{100 * own['accuracy']:.1f}"
+        untested = "cut off" if begun else "missing"
+        accuracy = untested if own["accuracy"] is None else f"{100 * own['accuracy']:.1f}"
         if (count := sum(found.accuracy is not None for found in tried(own).values())) > 1:
             accuracy += f" (of {count})"
         none = "missing" if model in MODELS else "–"
