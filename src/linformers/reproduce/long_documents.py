@@ -228,10 +228,9 @@ def collect(place: Place) -> dict[str, Any]:
         timed = TIMED.get(model)
         cell = cells.get(f"{timed}, compiled") or cells.get(timed) or {}
         outcomes = {trial: outcome(results.get(run_name(model, trial))) for trial in trials(place, model)}
-        ways = {"trials": [{**trial._asdict(), **own._asdict()} for trial, own in outcomes.items()]}
-        chosen = best(ways)
+        chosen = best(outcomes)
         rows[model] = {
-            **ways,
+            "trials": [{**trial._asdict(), **own._asdict()} for trial, own in outcomes.items()],
             "accuracy": chosen and outcomes[chosen].accuracy,
             "pretrained": outcome(results.get(pretrained_name(model))).accuracy,
             "perplexity": results.get(masked_name(model), {}).get("perplexity"),
@@ -312,9 +311,9 @@ def tried(row: Mapping[str, Any]) -> dict[Trial, Outcome]:
     }
 
 
-def best(row: Mapping[str, Any]) -> Trial | None:
+def best(outcomes: Mapping[Trial, Outcome]) -> Trial | None:
     """Of the ways to train a model from nothing that were tested, which did best on the validation set."""
-    tested = {trial: own.validation or 0 for trial, own in tried(row).items() if own.accuracy is not None}
+    tested = {trial: own.validation or 0 for trial, own in outcomes.items() if own.accuracy is not None}
     return max(tested, key=lambda trial: tested[trial], default=None)
 
 
@@ -332,8 +331,9 @@ def claims(record: Mapping[str, Any]) -> list[str]:
         published, whose = PUBLISHED.get(model), "published"
         if published is None:
             published, whose = PUBLISHED[TWIN], "Transformer's published"
-        if (trial := best(own)) is not None:
-            accuracy, epochs = 100 * own["accuracy"], tried(own)[trial].stopped_after
+        outcomes = tried(own)
+        if (trial := best(outcomes)) is not None:
+            accuracy, epochs = 100 * own["accuracy"], outcomes[trial].stopped_after
             how = "above" if accuracy > published else "below"
             cut = f" It was cut off after {epochs} of {trial.epochs} epochs." if epochs else ""
             lines.append(f"{model}, from nothing: {accuracy:.1f}, {how} the {whose} {published}.{cut}")
