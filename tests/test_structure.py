@@ -12,7 +12,8 @@ import linformers
 SOURCE = Path(linformers.__file__).parent
 # A module imports only from its left; modules in one set do not import each other.
 LAYERS = [
-    {"checks", "errors", "shipped"},
+    {"errors", "shipped"},
+    {"checks"},
     {"config"},
     {"loading", "ops"},
     {"maps"},

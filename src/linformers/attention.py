@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import check_choice, check_shape
+from .errors import UserError
 from .maps import LinearMap, SequenceMap, Weights
 from .ops import reference
 from .ops.attend import attend
@@ -196,7 +197,7 @@ class ProjectedAttention(nn.Module):
         if slots is not None or self.local_window:
             if attn_implementation not in (*MASKING_IMPLEMENTATIONS, TRITON):
                 reason = "padding or an input shorter than n" if slots is not None else "a local window"
-                raise ValueError(
+                raise UserError(
                     f"attn_implementation={attn_implementation!r} cannot leave out keys, and {reason} makes that "
                     f"necessary here; use one of {MASKING_IMPLEMENTATIONS}"
                 )
@@ -365,5 +366,5 @@ def ranks_of(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:
         return None
     check_shape(name, mask, tokens.shape[:2])
     if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"{name} has type {mask.dtype}, expected bool or integers: 1 for a real token, 0 for padding")
+        raise UserError(f"{name} has type {mask.dtype}, expected bool or integers: 1 for a real token, 0 for padding")
     return Ranks.of(mask)

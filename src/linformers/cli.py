@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .checks import fractions, whole_numbers
-from .errors import told
+from .errors import UserError, run_cli
 from .shipped import ENGLISH
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def predict(
     from .training import inference, sources
 
     if file is not None and not file.is_file():
-        raise ValueError(f"file={str(file)!r} does not exist, or is no file")
+        raise UserError(f"file={str(file)!r} does not exist, or is no file")
     _quiet()
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
@@ -183,13 +183,13 @@ def evaluate(
     for option, (value, usual) in (of_tasks if task is None else of_perplexity).items():
         if value != usual:
             what = "perplexity: name a task" if task is None else f"task={task!r}, which is no perplexity"
-            raise ValueError(f"{option}={value!r} has no effect on {what}")
+            raise UserError(f"{option}={value!r} has no effect on {what}")
     if task is not None:
         inference.check_classifier(model)
         if Path(task).suffix:
             if data is not None or not Path(task).is_file():
                 wrong = f"data={str(data)!r} has no effect on" if data is not None else "there is no file"
-                raise ValueError(f"{wrong} task={task!r}; name a file, or a task and the folder of its data")
+                raise UserError(f"{wrong} task={task!r}; name a file, or a task and the folder of its data")
             names = list(LinformerConfig.from_pretrained(model).id2label.values())
             loaded = tasks.labelled_file(Path(task), text.split(","), label, names)
         else:
@@ -198,7 +198,7 @@ def evaluate(
     elif data is not None:
         result = inference.perplexity(model, data, progress, rows, mask_share=mask_share)
     else:
-        raise ValueError("data is missing: a folder that linformers prepare made, or a task's with --task")
+        raise UserError("data is missing: a folder that linformers prepare made, or a task's with --task")
     console.print_json(json.dumps(result))
 
 
@@ -411,10 +411,10 @@ def _task(name: str, data: Path | None, test: Path | None, validation: Path | No
         given = {"test": test, "validation": validation, "text": text != "text", "label": label != "label"}
         for option, value in given.items():
             if value:
-                raise ValueError(f"{option} has no effect on task {name!r}, whose files and columns are known")
+                raise UserError(f"{option} has no effect on task {name!r}, whose files and columns are known")
         return tasks.load(name, data)
     if not Path(name).is_file():
-        raise ValueError(f"task={name!r} is neither a file nor one of {', '.join(tasks.TASKS)}")
+        raise UserError(f"task={name!r} is neither a file nor one of {', '.join(tasks.TASKS)}")
     columns = text.split(",")
     return tasks.load(
         tasks.custom_task(Path(name), test=test, validation=validation, text_columns=columns, label_column=label), data
@@ -447,4 +447,4 @@ def _command() -> str:
 
 def main() -> None:
     """Run the command line; what a user got wrong ends in one sentence."""
-    told(app)
+    run_cli(app)

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .checks import check_choice, check_positive, check_probability, check_size, is_number, nearest_name
+from .errors import UserError
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "dynamic", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
@@ -220,27 +221,27 @@ class LinformerConfig(PreTrainedConfig):
                 check_probability(name, getattr(self, name))
         for name in ("norm_first", "sparse_prediction", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.shifted_windows, bool | None):
-            raise ValueError(f"shifted_windows={self.shifted_windows!r} must be True, False or None")
+            raise UserError(f"shifted_windows={self.shifted_windows!r} must be True, False or None")
         check_positive("layer_norm_eps", self.layer_norm_eps)
         check_positive("initializer_range", self.initializer_range)
         chunk_size = self.chunk_size_feed_forward
         if not is_number(chunk_size, int) or chunk_size < 0:
-            raise ValueError(f"chunk_size_feed_forward={chunk_size!r} must be 0, or the tokens in a chunk")
+            raise UserError(f"chunk_size_feed_forward={chunk_size!r} must be 0, or the tokens in a chunk")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             token = getattr(self, name)
             if token is not None and not (is_number(token, int) and 0 <= token < self.vocab_size):
-                raise ValueError(f"{name}={token!r} must be None or one of the {self.vocab_size} tokens, from 0 on")
+                raise UserError(f"{name}={token!r} must be None or one of the {self.vocab_size} tokens, from 0 on")
         if self.problem_type is not None:
             check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
         if self.num_labels < 1:
-            raise ValueError(f"num_labels={self.num_labels} must be a positive integer")
+            raise UserError(f"num_labels={self.num_labels} must be a positive integer")
         check_choice("hidden_act", self.hidden_act, ACT2FN)
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
         for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
             if getattr(self, name, False):
-                raise ValueError(f"{name}=True is not possible: {NO_CAUSAL}")
+                raise UserError(f"{name}=True is not possible: {NO_CAUSAL}")
 
         check_choice("projection", self.projection, PROJECTIONS)
         check_choice("sharing", self.sharing, SHARINGS)
@@ -249,7 +250,7 @@ class LinformerConfig(PreTrainedConfig):
         check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
         check_scale(self.projection_scale)
         if isinstance(self.local_window, list) and len(self.local_window) != self.num_hidden_layers:
-            raise ValueError(
+            raise UserError(
                 f"local_window has {len(self.local_window)} entries, one per layer, "
                 f"but num_hidden_layers={self.num_hidden_layers}"
             )
@@ -272,7 +273,7 @@ class LinformerConfig(PreTrainedConfig):
             check_size("projected_length", self.projected_length)
             return
         if len(self.projected_length) != self.num_hidden_layers:
-            raise ValueError(
+            raise UserError(
                 f"projected_length has {len(self.projected_length)} entries, one per layer, "
                 f"but num_hidden_layers={self.num_hidden_layers}"
             )
@@ -280,7 +281,7 @@ class LinformerConfig(PreTrainedConfig):
             if not isinstance(lengths, list):
                 check_size(f"projected_length[{layer}]", lengths)
             elif len(lengths) != self.num_attention_heads:
-                raise ValueError(
+                raise UserError(
                     f"projected_length[{layer}] has {len(lengths)} entries, one per head, "
                     f"but num_attention_heads={self.num_attention_heads}"
                 )
@@ -293,15 +294,15 @@ class LinformerConfig(PreTrainedConfig):
         fields = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
             if name in PLURALS:
-                raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {name[:-1]!r}?")
+                raise UserError(f"{name!r} is not a field of LinformerConfig; did you mean {name[:-1]!r}?")
             if hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_NAMES:
                 continue
             if name == "causal":
-                raise ValueError(f"causal is not possible: {NO_CAUSAL}")
+                raise UserError(f"causal is not possible: {NO_CAUSAL}")
             other = nearest_name(name, OTHER_NAMES, cutoff=0.85)
             meant = OTHER_NAMES[other] if other else nearest_name(name, fields, cutoff=0.8)
             if meant:
-                raise ValueError(f"{name!r} is not a field of LinformerConfig; did you mean {meant!r}?")
+                raise UserError(f"{name!r} is not a field of LinformerConfig; did you mean {meant!r}?")
 
 
 def spread(number: int) -> float:
@@ -327,23 +328,23 @@ def check_scale(scale: Any) -> None:
 def check_shift(shift: Any, window: int) -> None:
     if not is_number(shift, int) or not 0 <= shift < window:
         possible = f"an integer from 0 to {window - 1}, less than a window" if window > 1 else "0"
-        raise ValueError(
+        raise UserError(
             f"window_shift={shift!r} must be {possible}: it shifts the windows of n/k tokens that E starts as"
         )
 
 
 def check_window(window: Any, projection: str) -> None:
     if not is_number(window, int) or not 0 <= window <= MAX_WINDOW:
-        raise ValueError(f"local_window={window!r} must be an integer from 0 to {MAX_WINDOW}")
+        raise UserError(f"local_window={window!r} must be an integer from 0 to {MAX_WINDOW}")
     if window and projection == "identity":
-        raise ValueError(f"local_window={window} adds nothing to projection='identity', which sees all keys: use 0")
+        raise UserError(f"local_window={window} adds nothing to projection='identity', which sees all keys: use 0")
     if not window and projection == "none":
-        raise ValueError("projection='none' leaves no key to attend to; local_window must be at least 1")
+        raise UserError("projection='none' leaves no key to attend to; local_window must be at least 1")
 
 
 def check_heads(hidden_size: int, num_heads: int, name: str) -> None:
     if hidden_size % num_heads:
-        raise ValueError(f"hidden_size={hidden_size} is not divisible by {name}={num_heads}")
+        raise UserError(f"hidden_size={hidden_size} is not divisible by {name}={num_heads}")
 
 
 def check_projected_lengths(
@@ -353,9 +354,9 @@ def check_projected_lengths(
     for k in itertools.chain.from_iterable(lengths):
         check_size("projected_length", k)
         if k > max_length:
-            raise ValueError(f"projected_length={k} exceeds {length_name}={max_length}; k can be at most n")
+            raise UserError(f"projected_length={k} exceeds {length_name}={max_length}; k can be at most n")
         if projection in WINDOWED and max_length % k:
-            raise ValueError(
+            raise UserError(
                 f"projected_length={k} does not divide {length_name}={max_length}, as the windows of "
                 f"projection={projection!r} need; projection='linear' takes any k"
             )
@@ -364,13 +365,13 @@ def check_projected_lengths(
     sharers = [[k for layer in lengths for k in layer]] if sharing == "layerwise" else lengths
     for group in sharers:
         if projection == "conv" and len(set(group)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"projected_length={sorted(set(group))} cannot differ where projection='conv' is shared "
                 f"(sharing={sharing!r}): one kernel has one size n/k"
             )
         for k in group:
             if max(group) % k:
-                raise ValueError(
+                raise UserError(
                     f"projected_length={k} does not divide {max(group)}, the largest among those that share a "
                     f"projection under sharing={sharing!r}"
                 )

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checks import did_you_mean, nearest_name
 from .config import NO_CAUSAL, OTHER_NAMES, LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
+from .errors import UserError
 from .heads import (
     LinformerForMaskedLM,
     LinformerForQuestionAnswering,
@@ -107,7 +108,7 @@ def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrained
     """
     name = type(roberta).__name__
     if name not in CLASSES:
-        raise ValueError(f"from_roberta takes one of {', '.join(CLASSES)}, not {name}")
+        raise UserError(f"from_roberta takes one of {', '.join(CLASSES)}, not {name}")
     fields = _fields_of(roberta.config)
     _check_changes(fields, roberta.config, config)
     twin = _load(CLASSES[name](LinformerConfig(**fields)), _weights_of(roberta))
@@ -122,9 +123,9 @@ def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of the twin of a RoBERTa model with this config."""
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
-            raise ValueError(f"the RoBERTa model has {name}=True: {NO_CAUSAL}")
+            raise UserError(f"the RoBERTa model has {name}=True: {NO_CAUSAL}")
     if config.pad_token_id is None:
-        raise ValueError("the RoBERTa model has pad_token_id=None, after which its positions are counted")
+        raise UserError("the RoBERTa model has pad_token_id=None, after which its positions are counted")
     fields = {field: getattr(config, field) for field in SAME_FIELDS}
     return {**fields, "max_position_embeddings": _num_positions(config), "projection": "identity"}
 
@@ -132,15 +133,15 @@ def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
 def _check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         if name in PROJECTION_FIELDS and changes.get("projection", "identity") == "identity":
-            raise ValueError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' too")
+            raise UserError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' too")
         if name in FREE_FIELDS:
             continue
         if not hasattr(LinformerConfig, name):
             nearest = OTHER_NAMES.get(name) or nearest_name(name, FREE_FIELDS, cutoff=0.8)
-            raise ValueError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
+            raise UserError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
         own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
         if own != value:
-            raise ValueError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {own!r}")
+            raise UserError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {own!r}")
 
 
 def _num_positions(config: PreTrainedConfig) -> int:

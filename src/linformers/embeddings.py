@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .config import LinformerConfig
+from .errors import UserError
 from .ops.ranks import Ranks, zero_padding
 
 
@@ -78,6 +79,6 @@ def look_up(name: str, embedding: nn.Module, numbers: Tensor) -> Tensor:
         return embedding(numbers)
     except IndexError:
         lowest, highest = numbers.min().item(), numbers.max().item()
-        raise ValueError(
+        raise UserError(
             f"{name} has numbers from {lowest} to {highest}, but there are only {embedding.num_embeddings}, from 0 on"
         ) from None

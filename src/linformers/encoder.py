@@ -21,6 +21,7 @@ from .attention import ProjectedAttention, check_attention, full_name, group_hea
 from .checks import check_integers, check_shape, check_size, did_you_mean, nearest_name, refuse_length
 from .config import FIXED_LENGTHS, NO_CAUSAL, LinformerConfig
 from .embeddings import LinformerEmbeddings, PositionEmbeddings
+from .errors import UserError
 from .loading import (
     WHERE_TO_LOAD_FROM,
     asked_config,
@@ -221,7 +222,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
         if projected_length is not None:
             changes["projected_length"] = projected_length
         elif old.projection not in FIXED_LENGTHS and max_length < (k := old.largest_projected_length):
-            raise ValueError(f"max_length={max_length} is below k={k}: name a new projected_length, too")
+            raise UserError(f"max_length={max_length} is below k={k}: name a new projected_length, too")
         new = LinformerConfig(**{**old.to_dict(), **changes})
         n, new_n = old.max_position_embeddings, new.max_position_embeddings
         if (n, old.projected_lengths) == (new_n, new.projected_lengths):
@@ -344,7 +345,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
         if value is None or value is False:
             del kwargs[name]
         elif name in REFUSED_ARGUMENTS:
-            raise ValueError(f"{name} is not possible: {REFUSED_ARGUMENTS[name]}")
+            raise UserError(f"{name} is not possible: {REFUSED_ARGUMENTS[name]}")
         else:
             names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
             hint = did_you_mean(nearest_name(name, names))
@@ -363,7 +364,7 @@ def check_inputs(
         name, tokens = "inputs_embeds", inputs_embeds
         check_shape(name, tokens, ("batch", "length", config.hidden_size))
     else:
-        raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        raise UserError("pass exactly one of input_ids and inputs_embeds")
     if token_type_ids is not None:
         check_shape("token_type_ids", token_type_ids, tokens.shape[:2])
         check_integers("token_type_ids", token_type_ids)

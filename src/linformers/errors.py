@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 
 
-def told(command: Callable[[], object]) -> None:
+class UserError(ValueError):
+    """Something that the user can fix: a wrong argument, a missing file, a damaged checkpoint.
+
+    The message is one sentence that names the argument, its value and what would be right. The command line prints it
+    without a traceback; every other exception is a bug of ours and keeps its traceback.
+    """
+
+
+def run_cli(command: Callable[[], object]) -> None:
     """Run a command and exit; what a user got wrong is told in one sentence, with exit code 2."""
     try:
         command()

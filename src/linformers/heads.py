@@ -27,6 +27,7 @@ from transformers.utils.generic import can_return_tuple
 from .checks import check_integers, check_shape
 from .config import LinformerConfig
 from .encoder import LinformerModel, LinformerPreTrainedModel
+from .errors import UserError
 from .ops.gelu import gelu
 
 IGNORED = -100  # the label of a position that does not count, as everywhere in transformers
@@ -233,7 +234,7 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
         loss = None
         if (start_positions is None) != (end_positions is None):
             missing = "start_positions" if start_positions is None else "end_positions"
-            raise ValueError(f"{missing} is missing: an answer has a start and an end")
+            raise UserError(f"{missing} is missing: an answer has a start and an end")
         if start_positions is not None and end_positions is not None:
             batch = start_logits.shape[:1]
             start_positions = class_numbers("start_positions", start_positions.flatten(), batch)
@@ -263,7 +264,7 @@ def explain(loss_function: Callable[..., Tensor], labels: Tensor, count: int) ->
             return loss_function(*args, **kwargs)
         except IndexError:
             real = labels[labels != IGNORED]
-            raise ValueError(
+            raise UserError(
                 f"labels has numbers from {real.min().item()} to {real.max().item()}, but there are only {count}, "
                 f"from 0 on, and {IGNORED} where nothing is to be predicted"
             ) from None

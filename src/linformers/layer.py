@@ -22,6 +22,7 @@ from .config import (
     default_scale,
     plain,
 )
+from .errors import UserError
 from .maps import sequence_map
 from .ops.ranks import zero_padding
 from .projections import Projections
@@ -89,7 +90,7 @@ class LinformerAttention(ProjectedAttention):
         if projection in FIXED_LENGTHS:
             lengths = [max_length if projection == "identity" else 0] * num_heads
         if len(lengths) != num_heads:
-            raise ValueError(f"projected_length has {len(lengths)} entries, one per head, but num_heads={num_heads}")
+            raise UserError(f"projected_length has {len(lengths)} entries, one per head, but num_heads={num_heads}")
         if projection != "none":
             check_projected_lengths(
                 [lengths], max_length, projection=projection, sharing=sharing, length_name="max_length"
@@ -138,14 +139,14 @@ class LinformerAttention(ProjectedAttention):
             output_attentions: also return $\bar P$ (b, h, n, k).
         """
         if is_causal:
-            raise ValueError(f"is_causal=True is not possible: {NO_CAUSAL}")
+            raise UserError(f"is_causal=True is not possible: {NO_CAUSAL}")
         if context is not None and self.local_window:
-            raise ValueError(
+            raise UserError(
                 f"local_window={self.local_window} is for self-attention: positions of hidden_states and context have "
                 "nothing to do with each other"
             )
         if context_mask is not None and context is None:
-            raise ValueError("context_mask was given without context; the mask of hidden_states is attention_mask")
+            raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
         source, source_name = (hidden_states, "hidden_states") if context is None else (context, "context")
         check_shape("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
         if context is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .config import LinformerConfig
+from .errors import UserError
 
 # Arguments of `from_pretrained` that say where a checkpoint lies.
 WHERE_TO_LOAD_FROM = (
@@ -31,7 +32,7 @@ def refuse_other_model(name: str, config: dict[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in (None, LinformerConfig.model_type):
         way_out = "; load it as such, then call linformers.convert.from_roberta" if kind == "roberta" else ""
-        raise ValueError(f"{name} cannot be loaded from a checkpoint of model type {kind!r}{way_out}")
+        raise UserError(f"{name} cannot be loaded from a checkpoint of model type {kind!r}{way_out}")
 
 
 def asked_config(saved: LinformerConfig, kwargs: dict[str, Any], where: dict[str, Any]) -> LinformerConfig:
@@ -48,7 +49,7 @@ def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> N
     """Refuse a config under which the weights of a checkpoint do not fit, or would mean something else."""
     n, k = asked.max_position_embeddings, asked.projected_length
     if saved.num_attention_heads != asked.num_attention_heads:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint has num_attention_heads={saved.num_attention_heads}, of which its weights are made; "
             f"num_attention_heads={asked.num_attention_heads} would read them in another way"
         )
@@ -57,7 +58,7 @@ def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> N
     if saved.max_position_embeddings != n or (
         saved.projection == asked.projection and any(theirs != ours for theirs, ours in lengths)
     ):
-        raise ValueError(
+        raise UserError(
             f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.projected_length}, but n={n}, k={k} "
             f"was asked for; load it as it is, then call model.resize_length({n}, {k})"
         )
@@ -65,7 +66,7 @@ def refuse_other_projection(saved: LinformerConfig, asked: LinformerConfig) -> N
     for name in names:
         theirs, ours = getattr(saved, name), getattr(asked, name)
         if theirs != ours:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint was made with {name}={theirs!r}: under {ours!r} its weights mean another; "
                 f"ask for {name}={theirs!r}"
             )
@@ -76,7 +77,7 @@ def refuse_other_length(model: Any, state_dict: dict[str, Tensor], prefix: str, 
     positions = state_dict.get(f"{prefix}embeddings.position_embeddings.weight")
     max_length = model.config.max_position_embeddings
     if positions is not None and len(positions) != max_length:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint is for n={len(positions)}, the model for n={max_length}; load it into a model for "
             f"n={len(positions)}, then call model.resize_length({max_length})"
         )

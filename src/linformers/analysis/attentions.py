@@ -24,6 +24,7 @@ from transformers import (
 
 from ..checks import check_no_run, check_size
 from ..config import LinformerConfig
+from ..errors import UserError
 from ..training import sources
 
 # Called with the number of a layer and its P, (b, h, n, n); may return what to put in its place.
@@ -50,24 +51,24 @@ def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel,
 def load_config(name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """The config of a model whose P can be looked at, and its tokenizer, which knows how long the input may be."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # no hub name either
-        raise ValueError(f"model={name!r} is no folder")
+        raise UserError(f"model={name!r} is no folder")
     check_no_run("model", Path(name))
     with _told(name):
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
             what = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "a decoder"
-            raise ValueError(f"model={name!r} is {what}; the analysis is of encoders, whose queries see all keys")
+            raise UserError(f"model={name!r} is {what}; the analysis is of encoders, whose queries see all keys")
         if isinstance(config, LinformerConfig) and config.projection != "identity":
-            raise ValueError(
+            raise UserError(
                 f"model={name!r} is a Linformer, whose attention is onto projected keys; take an encoder with full "
                 "attention, such as RoBERTa or a twin (projection='identity')"
             )
         if Path(name).is_dir() and not any(found for files in TOKENIZER for found in Path(name).glob(files)):
-            raise ValueError(f"model={name!r} has no tokenizer: save one beside the model")
+            raise UserError(f"model={name!r} has no tokenizer: save one beside the model")
         tokenizer = AutoTokenizer.from_pretrained(name)
     words, rows = len(tokenizer), getattr(config, "vocab_size", None) or 0
     if words < min(FEW_WORDS, rows / 10):
-        raise ValueError(
+        raise UserError(
             f"model={name!r} has a tokenizer of {words} tokens for a vocabulary of {rows}; save the one that the model "
             "was trained with beside it"
         )
@@ -83,7 +84,7 @@ def _told(name: str) -> Iterator[None]:
     except (OSError, KeyError) as error:
         reason = str(error).splitlines()[0]
         where = "cannot be loaded" if Path(name).is_dir() else "is no folder, and the hub does not give it"
-        raise ValueError(f"model={name!r} {where}: {reason}") from None
+        raise UserError(f"model={name!r} {where}: {reason}") from None
 
 
 def longest(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -124,10 +125,10 @@ def passages(
     check_size("count", count)
     special = tokenizer.num_special_tokens_to_add()
     if length <= special:
-        raise ValueError(f"length={length} has no room for words beside {special} special tokens; take more")
+        raise UserError(f"length={length} has no room for words beside {special} special tokens; take more")
     if length > tokenizer.model_max_length:
         most, name = tokenizer.model_max_length, tokenizer.name_or_path
-        raise ValueError(f"length={length} is more than the {most} tokens that {name!r} takes")
+        raise UserError(f"length={length} is more than the {most} tokens that {name!r} takes")
     documents = longest_seen = 0
 
     def cut() -> Iterator[np.ndarray]:
@@ -146,9 +147,9 @@ def passages(
         order.shuffle(pool)
         drawn += pool
     if not documents:
-        raise ValueError("the texts hold no document: the files are empty, or have nothing but blanks")
+        raise UserError("the texts hold no document: the files are empty, or have nothing but blanks")
     if not drawn:
-        raise ValueError(
+        raise UserError(
             f"length={length} is too long for these texts: the longest of {documents} documents has {longest_seen} "
             "tokens"
         )
@@ -192,17 +193,17 @@ def check_watchable(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[int
     window = getattr(model.config, "sliding_window", None)
     kinds = getattr(model.config, "layer_types", None) or ["sliding" if window else "full"]
     if any("sliding" in kind for kind in kinds) and (window is None or window < length - 1):
-        raise ValueError(
+        raise UserError(
             f"model={name!r} has layers with a sliding window, whose P is a band; the analysis is of full attention, "
             "such as RoBERTa's"
         )
     with torch.no_grad(), watching(look, length):
         model(ids[:1].to(model.device))
     if not shapes:
-        raise ValueError(
+        raise UserError(
             f"model={name!r} computes no attention of {length} by {length} tokens, so there is nothing to look at; "
             "take an encoder with full attention, such as RoBERTa"
         )
     if causal:
-        raise ValueError(f"model={name!r} is causal: its queries do not see the keys behind them; take an encoder")
+        raise UserError(f"model={name!r} is causal: its queries do not see the keys behind them; take an encoder")
     return len(shapes), shapes[0][1]

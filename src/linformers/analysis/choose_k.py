@@ -21,6 +21,7 @@ from ..benchmark.measure import best_device, interleaved, peak_memory
 from ..benchmark.report import markdown
 from ..checks import check_choice, check_size, make_folder
 from ..config import SHARINGS, LinformerConfig
+from ..errors import UserError
 from ..provenance import commit, environment
 from . import figure1
 from .attentions import load_encoder
@@ -66,13 +67,13 @@ class Settings:
         check_choice("per", self.per, PER)
         check_choice("sharing", self.sharing, SHARINGS)
         if (self.energy is None) == (self.budget is None):
-            raise ValueError(f"energy={self.energy} and budget={self.budget}: give one of them")
+            raise UserError(f"energy={self.energy} and budget={self.budget}: give one of them")
         if self.energy is not None and not 0 < self.energy < 1:
-            raise ValueError(f"energy={self.energy} must be a share: above 0 and below 1")
+            raise UserError(f"energy={self.energy} must be a share: above 0 and below 1")
         if self.budget is not None:
             check_size("budget", self.budget)
             if self.budget >= self.spectrum.length:
-                raise ValueError(f"budget={self.budget} must be below length={self.spectrum.length}")
+                raise UserError(f"budget={self.budget} must be below length={self.spectrum.length}")
 
 
 def smallest(energy: np.ndarray, share: float) -> np.ndarray:
@@ -110,7 +111,7 @@ def within_budget(energy: np.ndarray, budget: int, *, per: str, sharing: str) ->
     choices = [(choose(energy, share, per=per, sharing=sharing), float(share)) for share in shares]
     affordable = [(lengths, share) for lengths, share in choices if np.mean(lengths) <= budget]
     if not affordable:
-        raise ValueError(f"budget={budget} is too small: half of the energy takes a mean k of {np.mean(choices[0][0])}")
+        raise UserError(f"budget={budget} is too small: half of the energy takes a mean k of {np.mean(choices[0][0])}")
     return affordable[-1]
 
 
@@ -217,7 +218,7 @@ def config(fields: dict[str, Any], lengths: Lengths, settings: Settings) -> Linf
 def refuse_other(path: Path, chosen: LinformerConfig) -> None:
     """Refuse to replace a config by one that says something else."""
     if path.exists() and _lines(path.read_text(encoding="utf-8")) != _lines(chosen.to_json_string()):
-        raise ValueError(f"{path} is of another choice, or of a model; give another --out, or remove it")
+        raise UserError(f"{path} is of another choice, or of a model; give another --out, or remove it")
 
 
 def _lines(text: str) -> list[str]:

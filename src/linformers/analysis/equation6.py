@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from .. import plots
 from ..benchmark.report import markdown
 from ..checks import check_size, make_folder
+from ..errors import UserError
 from ..progress import progress, stoppable
 from ..provenance import commit, environment
 from ..training.checkpointing import write_text
@@ -56,9 +57,9 @@ class Settings:
             check_size(name, getattr(self, name))
         for k in self.projected:
             if k >= self.length:
-                raise ValueError(f"projected={k} must be below length={self.length}")
+                raise UserError(f"projected={k} must be below length={self.length}")
         if not self.texts:
-            raise ValueError("text is missing: files or folders that passages are taken from")
+            raise UserError("text is missing: files or folders that passages are taken from")
 
 
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> None:
@@ -72,7 +73,7 @@ def run(settings: Settings, *, out: Path, command: str, console: Console) -> Non
         settings.texts, tokenizer, settings.length, wanted, seed=settings.seed, text_column=settings.text_column
     )
     if len(ids) < wanted:
-        raise ValueError(
+        raise UserError(
             f"passages={settings.passages} and others={settings.others} are more than the {len(ids)} of "
             f"length={settings.length} that the texts have"
         )
@@ -151,7 +152,7 @@ def losses_before(path: Path, of: dict[str, Any]) -> dict[int, list[Loss]]:
     record = json.loads(path.read_text())
     losses = [Loss(**own) for own in record.pop("losses")]
     if record != of:
-        raise ValueError(
+        raise UserError(
             f"{path} is of a run with another model, other texts, or other numbers of passages or steps, which was "
             "stopped; give another --out, or remove it"
         )

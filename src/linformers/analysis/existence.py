@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_size
+from ..errors import UserError
 from ..projections import window_matrix
 from .qkv import Head, normals
 
@@ -115,7 +116,7 @@ def existence(
     found = []
     for k in projected:
         if not 1 <= k <= n:
-            raise ValueError(f"projected={k} must lie between 1 and n={n}")
+            raise UserError(f"projected={k} must lie between 1 and n={n}")
 
         def constructed(delta: float, k: int = k) -> Tensor:
             R = normals(rng, n, k) / math.sqrt(k)

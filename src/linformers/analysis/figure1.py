@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import plots
 from ..checks import check_size, make_folder
+from ..errors import UserError
 from ..markdown import table
 from ..progress import progress, stoppable
 from ..provenance import commit, environment
@@ -52,11 +53,11 @@ class Settings:
         if self.workers is not None:
             check_size("workers", self.workers)
         if self.length < 2:
-            raise ValueError(f"length={self.length} must be at least 2, for P to have more than one singular value")
+            raise UserError(f"length={self.length} must be at least 2, for P to have more than one singular value")
         if self.at >= self.length:
-            raise ValueError(f"at={self.at} must be below length={self.length}, the number of singular values")
+            raise UserError(f"at={self.at} must be below length={self.length}, the number of singular values")
         if not self.texts:
-            raise ValueError("text is missing: files or folders that passages are taken from")
+            raise UserError("text is missing: files or folders that passages are taken from")
 
 
 def run(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checks import check_size
+from ..errors import UserError
 from ..training import sources
 from .attentions import check_watchable, load_encoder, watching
 
@@ -78,7 +79,7 @@ def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int, name: str) -> l
     """
     maps = maps_of(model, name)
     if not 1 <= layer <= len(maps):
-        raise ValueError(f"layer={layer} must lie between 1 and {len(maps)}, the layers of model={name!r}")
+        raise UserError(f"layer={layer} must lie between 1 and {len(maps)}, the layers of model={name!r}")
     with torch.no_grad(), Recorder(model, name) as recorder:
         model(ids[None].to(model.device))
     per_head = [tensor[0].cpu().unbind(0) for tensor in recorder.seen[layer - 1]]
@@ -119,7 +120,7 @@ def maps_of(model: PreTrainedModel, name: str) -> list[list[nn.Module]]:
         layers = [[modules[parent + own] for own in names] for parent in parents if parent + names[2] in modules]
         if layers and all(isinstance(module, nn.Linear) for layer in layers for module in layer):
             return layers
-    raise ValueError(
+    raise UserError(
         f"model={name!r} has no linear maps called {', '.join('/'.join(names) for names in NAMES)}, so its queries, "
         "keys and values cannot be taken; take an encoder such as BERT, RoBERTa, DistilBERT or MPNet"
     )
@@ -138,12 +139,12 @@ def check_plain(model: PreTrainedModel, ids: Tensor, name: str) -> None:
         with watching(compare, ids.shape[1]):
             model(ids[:1].to(model.device))
     if len(seen) != len(recorder.seen):
-        raise ValueError(
+        raise UserError(
             f"model={name!r} has {len(seen)} layers but maps of queries, keys and values for {len(recorder.seen)}: "
             "take an encoder whose layers share none, such as BERT or RoBERTa"
         )
     if not all(seen):
-        raise ValueError(
+        raise UserError(
             f"model={name!r} adds a bias to its logits or turns queries and keys by their positions, which E and F "
             "leave out; take an encoder whose P is softmax(Q K'/√d), such as BERT, RoBERTa or DistilBERT"
         )
@@ -188,7 +189,7 @@ def read_passages(folder: Path, text: Path, length: int) -> Passages:
     ids = torch.tensor(tokenizer(start[: 100 * length], add_special_tokens=False, verbose=False)["input_ids"])
     n = min(length, tokenizer.model_max_length, len(ids) // 2)
     if n < 2:
-        raise ValueError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")
+        raise UserError(f"text={str(text)!r} has {len(ids)} tokens; at least 4 are needed for two passages")
     check_watchable(model, ids[None, :n], str(folder))
     return Passages(folder.name, model, ids[:n], ids[n : 2 * n])
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checks import check_size
+from ..errors import UserError
 from .attentions import check_watchable, watching
 
 SECONDS_BETWEEN_SAVES = 30
@@ -106,10 +107,10 @@ class State:
             with path.open("rb") as raw, np.load(raw) as file:
                 arrays = {name: file[name] for name in ("model", "passages", *_arrays(self.moments))}
         except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
-            raise ValueError(f"{path} is no state of a measurement; give another --out, or remove it") from None
+            raise UserError(f"{path} is no state of a measurement; give another --out, or remove it") from None
         both = min(len(arrays["passages"]), len(self.passages))
         if str(arrays["model"]) != self.model or (arrays["passages"][:both] != self.passages[:both]).any():
-            raise ValueError(
+            raise UserError(
                 f"{path} is of another model, other texts or another length or seed; give another --out, or remove it"
             )
         if both == len(self.passages):

@@ -14,6 +14,7 @@ from rich.progress import TaskProgressColumn
 
 from .. import plots
 from ..checks import check_size, make_folder
+from ..errors import UserError
 from ..progress import progress
 from ..provenance import commit, environment
 from . import theorem_page, theorem_tables
@@ -69,12 +70,12 @@ class Settings:
             for value in getattr(self, name):
                 check_size(name, value)
         if min(self.dims) < 2 or min(self.lengths) < 2:
-            raise ValueError(f"dims={min(self.dims)} and lengths={min(self.lengths)} must be at least 2: log 1 is 0")
+            raise UserError(f"dims={min(self.dims)} and lengths={min(self.lengths)} must be at least 2: log 1 is 0")
         for epsilon in self.epsilons:
             check_epsilon(epsilon)
         if (self.model is None) != (self.text is None):
             given, missing = ("text", "model") if self.model is None else ("model", "text")
-            raise ValueError(f"{missing} is missing: {given} was given, and a real input needs both")
+            raise UserError(f"{missing} is missing: {given} was given, and a real input needs both")
 
 
 def quick(settings: Settings) -> Settings:
@@ -202,7 +203,7 @@ def _jobs(
     if passages is not None:
         fit_length = min(fit_length, passages.longest)
     if fit_length < (k := min(settings.projected)):
-        raise ValueError(f"n={fit_length} is too short to fit E and F at k={k}; take longer lengths, or a longer text")
+        raise UserError(f"n={fit_length} is too short to fit E and F at k={k}; take longer lengths, or a longer text")
     swept = {fit_length, longest}
 
     def drawn(n: int, d: int, which: int = 0, mean: float = 0.0) -> Head:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_size
+from ..errors import UserError
 from .qkv import Head, blocks, normals
 
 # Inequalities of the lemma are tried at the k at which they promise to fail no more often than this.
@@ -137,7 +138,7 @@ def record(
 
 def check_epsilon(epsilon: float) -> None:
     if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon={epsilon!r} must lie between 0 and 1, where ε² − ε³ is positive")
+        raise UserError(f"epsilon={epsilon!r} must lie between 0 and 1, where ε² − ε³ is positive")
 
 
 def tail(epsilon: float, k: int) -> float:

@@ -15,6 +15,7 @@ from rich.table import Table
 from .. import plots
 from ..checks import check_choice, check_probability, check_size, make_folder
 from ..config import FIXED_LENGTHS, PROJECTIONS, SHARINGS, check_window
+from ..errors import UserError
 from ..markdown import shown_table
 from ..progress import steps
 from ..provenance import commit, environment
@@ -84,21 +85,21 @@ class Settings:
         check_choice("projection", self.projection, [name for name in PROJECTIONS if name not in FIXED_LENGTHS])
         check_probability("dropout", self.dropout)
         if self.batches and best_device() != "cuda":
-            raise ValueError("batches=True needs a GPU: the memory of a CPU has no end that a pass could run into")
+            raise UserError("batches=True needs a GPU: the memory of a CPU has no end that a pass could run into")
         if self.memory is not None:
             check_size("memory", self.memory)
             if not self.batches:
-                raise ValueError(f"memory={self.memory} has no effect without batches")
+                raise UserError(f"memory={self.memory} has no effect without batches")
         for window in self.windows:
             check_window(window, "linear")
             if window > min(self.lengths):
-                raise ValueError(f"windows={window} exceeds lengths={min(self.lengths)}: at most n")
+                raise UserError(f"windows={window} exceeds lengths={min(self.lengths)}: at most n")
         if self.hidden % 64:
-            raise ValueError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
+            raise UserError(f"hidden={self.hidden} must be a multiple of 64, the channels of a head")
         if self.tokens is not None:
             check_whole_sequences(self.lengths, self.tokens)
         if min(self.projected) >= max(self.lengths):
-            raise ValueError(f"projected={min(self.projected)} leaves nothing to measure: no length exceeds it")
+            raise UserError(f"projected={min(self.projected)} leaves nothing to measure: no length exceeds it")
         for n in self.lengths:  # what cannot be made is refused before anything is measured
             for contender in contenders(n, self.projected, windows=self.windows, **self.fields()):
                 contender.config(n)
@@ -119,7 +120,7 @@ class Settings:
 def check_whole_sequences(lengths: Sequence[int], tokens: int) -> None:
     for n in lengths:
         if tokens % n:
-            raise ValueError(f"lengths={n} does not divide tokens={tokens}: each pass holds whole sequences")
+            raise UserError(f"lengths={n} does not divide tokens={tokens}: each pass holds whole sequences")
 
 
 def run(settings: Settings, *, out: Path, command: str, console: Console) -> None:

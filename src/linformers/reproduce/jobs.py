@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from ..errors import UserError
 from ..progress import progress
 from ..provenance import commit, environment
 from ..training.checkpointing import write_text
@@ -100,7 +101,7 @@ class Store:
             where = {"command": self.command(job), "commit": commit(), **environment()}
             write_text(path, json.dumps({"key": job.key, **where}, indent=1) + "\n")
         elif not path.exists() or json.loads(path.read_text())["key"] != job.key:
-            raise ValueError(f"{job.out} holds a run of other code, data or recipe; delete it to run this")
+            raise UserError(f"{job.out} holds a run of other code, data or recipe; delete it to run this")
 
     def write(self, job: Job) -> None:
         """The record of a job that is done: where it began, what decided, and what came of it.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ..errors import UserError
 from ..training.checkpointing import file_hash
 from ..training.corpus import MANIFEST, Corpus
 from ..training.finetune import Settings
@@ -62,20 +63,20 @@ class Place:
 
     def data_folder(self) -> Path:
         if self.data is None:
-            raise ValueError("data is missing: name the folder of wiki, books and the tasks with --data DIR")
+            raise UserError("data is missing: name the folder of wiki, books and the tasks with --data DIR")
         return self.data
 
     def check(self) -> None:
         if self.data is not None and not self.data.is_dir():
-            raise ValueError(f"data={str(self.data)!r} is no folder")
+            raise UserError(f"data={str(self.data)!r} is no folder")
         # The default comes with a clone alone, and is looked for where it is needed.
         if self.recipes != Place.recipes and not self.recipes.is_dir():
-            raise ValueError(f"recipes={str(self.recipes)!r} is no folder; recipes/small of a clone has them")
+            raise UserError(f"recipes={str(self.recipes)!r} is no folder; recipes/small of a clone has them")
 
     def check_recipes(self, name: str = "n512-twin") -> None:
         """See that the recipes are there, by one that is needed, before a corpus is made for them."""
         if not (self.recipes / f"{name}.yaml").is_file():
-            raise ValueError(
+            raise UserError(
                 f"recipes={str(self.recipes)!r} holds no {name}.yaml; "
                 "name the folder recipes/small of a clone with --recipes DIR"
             )
@@ -93,7 +94,7 @@ def corpus(place: Place, name: str, console: Console) -> Path:
         files = sorted(path for path in place.folder(folder).glob("*") if path.is_file())
         parts = [[path for path in files if path.name.startswith(split)] for split in ("train", "validation")]
         if not all(parts):
-            raise ValueError(f"data={str(place.data)!r} has no {folder} with files called train-… and validation…")
+            raise UserError(f"data={str(place.data)!r} has no {folder} with files called train-… and validation…")
         training += parts[0][:most]
         validation += parts[1]
     options: dict[str, Any] = {"validation": list(map(str, validation))}
@@ -111,7 +112,7 @@ def tokens_of(
     sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*files, *also)}
     if (out / MANIFEST).exists():
         if json.loads((out / SOURCES).read_text()) != sources:
-            raise ValueError(f"{str(out)!r} was made of other files than data={str(place.data)!r}; choose other runs")
+            raise UserError(f"{str(out)!r} was made of other files than data={str(place.data)!r}; choose other runs")
         return out
     out.mkdir(parents=True, exist_ok=True)
     (out / SOURCES).write_text(json.dumps(sources, indent=1) + "\n")
@@ -277,5 +278,5 @@ def hashes(folder: Path) -> dict[str, str]:
     """What tells these files from others."""
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
-        raise ValueError(f"{str(folder)!r} holds no files: expected a task's, as docs/commands.md describes them")
+        raise UserError(f"{str(folder)!r} holds no files: expected a task's, as docs/commands.md describes them")
     return {path.name: file_hash(path) for path in files}

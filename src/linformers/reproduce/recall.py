@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ..errors import UserError
 from ..markdown import table
 from ..training import sources
 from ..training.checkpointing import write_text
@@ -90,7 +91,7 @@ def examples(texts: Sequence[str | Path], sizes: Sizes, seed: int) -> list[dict[
             text = " ".join([*piece[:place], f"The secret word is {secret}.", *piece[place:]])
             found.append({"text": text, "label": secret})
     if len(found) < count:
-        raise ValueError(
+        raise UserError(
             f"the texts have {len(found)} passages of {sizes.words} words, but {count} are needed; name more texts"
         )
     rng.shuffle(found)

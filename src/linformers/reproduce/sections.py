@@ -18,6 +18,7 @@ from rich.markdown import Markdown
 
 from .. import plots
 from ..checks import check_choice, check_size, make_folder, nearest_name
+from ..errors import UserError
 from . import chosen_k, figure1, figure3, jobs, long_documents, overview, quality, recall, steps, table1, table2, table3
 from .jobs import Job
 from .matrix import Place
@@ -113,21 +114,21 @@ def run(
         check_choice("section", name, NAMES)
     check_size("at_once", at_once)
     if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes={minutes} must be above 0")
+        raise UserError(f"minutes={minutes} must be above 0")
     if only and not any(_real_name(name) in TRAINED or name == ALL for name in names):
-        raise ValueError(f"only={list(only)} has no effect: {', '.join(names)} has no runs of its own")
+        raise UserError(f"only={list(only)} has no effect: {', '.join(names)} has no runs of its own")
     place.check()
     wanted = list(TITLES) if ALL in names else [name for name in TITLES if name in map(_real_name, names)]
     trained = [name for name in wanted if name in TRAINED]
     if trained:
         place.check_recipes(long_documents.RECIPE if trained == ["long"] else "n512-twin")
     if not wanted and not has_results(place):
-        raise ValueError(f"results={str(place.results)!r} holds no results: name a folder that reproduce wrote to")
+        raise UserError(f"results={str(place.results)!r} holds no results: name a folder that reproduce wrote to")
     check_only(only, [name for section in trained for name in TRAINED[section].names(place)])
     small = is_small(place)
     if wanted and small != place.small:
         held = "of tiny models" if small else "of full size"
-        raise ValueError(f"results={str(place.results)!r} holds results {held}; choose another folder")
+        raise UserError(f"results={str(place.results)!r} holds results {held}; choose another folder")
     make_folder("results", place.results)
     if "table3" in wanted and not table3.folders(place):
         table3.settings(place)  # refuses what would otherwise fail after hours
@@ -171,7 +172,7 @@ def check_only(only: Sequence[str], names: Sequence[str]) -> None:
         if not fnmatch.filter(plain, pattern):
             nearest = nearest_name(pattern, plain)
             hint = f"did you mean {nearest!r}?" if nearest else f"such as {', '.join(plain[:5])}"
-            raise ValueError(f"only={pattern!r} is like none of the {len(plain)} runs; {hint}")
+            raise UserError(f"only={pattern!r} is like none of the {len(plain)} runs; {hint}")
 
 
 def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:

@@ -13,6 +13,7 @@ from .. import plots
 from ..benchmark import report
 from ..benchmark.efficiency import FUSED, UNFUSED, Cell, curves, mebibytes, milliseconds
 from ..benchmark.measure import best_device
+from ..errors import UserError
 from ..markdown import table
 from .jobs import origin
 from .matrix import Place
@@ -51,7 +52,7 @@ def settings(place: Place) -> report.Settings:
     if place.small:
         return report.Settings((512, 1024), PROJECTED[:2], tokens=1024, layers=2, hidden=64, models=models)
     if best_device() != "cuda":
-        raise ValueError(
+        raise UserError(
             "table3 has 12 layers and 65,536 tokens in a pass, which needs a GPU; without one, test the path with "
             "--small, or measure sizes of your own with `linformers bench`"
         )

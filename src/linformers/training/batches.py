@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..checks import check_size, is_number, refuse_length
+from ..errors import UserError
 from .tasks import Examples
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def encode(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: i
     check_size("max_length", max_length)
     special = tokenizer.num_special_tokens_to_add(pair=examples.pairs is not None)
     if max_length <= special:
-        raise ValueError(f"max_length={max_length} leaves no room for text beside {special} special tokens")
+        raise UserError(f"max_length={max_length} leaves no room for text beside {special} special tokens")
     tokens, lengths = [], [0]
     for start in range(0, len(examples), 1000):
         rows = slice(start, start + 1000)
@@ -110,9 +111,9 @@ class EpochOrder(Dataset):
         check_size("total_rows", total_rows)
         check_size("batch_size", batch_size)
         if not is_number(seed, int) or not 0 <= seed < 2**64:
-            raise ValueError(f"seed={seed!r} must be an integer, at least 0 and below 2**64")
+            raise UserError(f"seed={seed!r} must be an integer, at least 0 and below 2**64")
         if not len(examples):
-            raise ValueError("examples has no rows to draw from")
+            raise UserError("examples has no rows to draw from")
         self.examples, self.seed, self.total_rows, self.batch_size = examples, seed, total_rows, batch_size
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
+
 MANIFEST = "manifest.json"
 # What a run, or each seed of one, leaves behind.
 TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/result.json")
@@ -193,14 +195,14 @@ def claim(run: Path, kind: str, what: dict[str, Any]) -> dict[str, Any]:
     path = run / "run.json"
     if any(found for trace in TRACES for found in run.glob(trace)):
         if not path.exists():
-            raise ValueError(f"out={str(run)!r} holds a model that no run has left there; choose another folder")
+            raise UserError(f"out={str(run)!r} holds a model that no run has left there; choose another folder")
         try:
             saved = json.loads(path.read_text())
             own = saved["kind"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged: it does not say what this folder was used for") from None
+            raise UserError(f"{path} is damaged: it does not say what this folder was used for") from None
         if own != kind:
-            raise ValueError(f"out={str(run)!r} holds a run of linformers {own}; choose another folder")
+            raise UserError(f"out={str(run)!r} holds a run of linformers {own}; choose another folder")
         return saved
     write_text(path, json.dumps({"kind": kind, **what}, indent=1) + "\n")
     return json.loads(path.read_text())
@@ -213,7 +215,7 @@ def locked(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"out={str(run)!r} is in use by another process; wait for it, or choose another") from None
+            raise UserError(f"out={str(run)!r} is in use by another process; wait for it, or choose another") from None
         yield
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..checks import check_choice
+from ..errors import UserError
 from .checkpointing import file_hash
 
 FORMAT = 1
@@ -75,21 +76,19 @@ class Corpus:
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
         except FileNotFoundError:
-            raise ValueError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
+            raise UserError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
         except ValueError as error:
-            raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from None
+            raise UserError(f"{folder / MANIFEST} is damaged: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             found = manifest.get("format") if isinstance(manifest, dict) else None
-            raise ValueError(
-                f"{folder / MANIFEST} has format {found!r}, expected {FORMAT}: run linformers prepare anew"
-            )
+            raise UserError(f"{folder / MANIFEST} has format {found!r}, expected {FORMAT}: run linformers prepare anew")
         corpus = cls(folder, cast(Manifest, manifest))
         for shard in corpus._shards():
             path = folder / shard["file"]
             if not path.is_file():
-                raise ValueError(f"shard {path} is missing, expected {shard['bytes']} bytes")
+                raise UserError(f"shard {path} is missing, expected {shard['bytes']} bytes")
             if path.stat().st_size != shard["bytes"]:
-                raise ValueError(f"shard {path} has {path.stat().st_size} bytes, expected {shard['bytes']}")
+                raise UserError(f"shard {path} has {path.stat().st_size} bytes, expected {shard['bytes']}")
         return corpus
 
     def verify(self) -> None:
@@ -99,10 +98,10 @@ class Corpus:
             found = file_hash(path)
             if found != shard["sha256"]:
                 size = f"{path.stat().st_size} bytes, expected {shard['bytes']}"
-                raise ValueError(f"shard {path} has sha256 {found}, expected {shard['sha256']} ({size})")
+                raise UserError(f"shard {path} has sha256 {found}, expected {shard['sha256']} ({size})")
         found = tokenizer_hash(self.folder / TOKENIZER)
         if found != self.tokenizer_hash:
-            raise ValueError(f"{self.folder / TOKENIZER} has the hash {found}, expected {self.tokenizer_hash}")
+            raise UserError(f"{self.folder / TOKENIZER} has the hash {found}, expected {self.tokenizer_hash}")
 
     def tokens(self, split: str) -> TokenStream:
         """All tokens of `train` or `validation`."""
@@ -160,7 +159,7 @@ class TokenStream:
     def read(self, start: int, count: int) -> np.ndarray:
         """The tokens from `start` to `start + count`, as an array of its own."""
         if not 0 <= start <= start + count <= len(self):
-            raise ValueError(f"tokens {start} to {start + count} are not all among the {len(self)} of this stream")
+            raise UserError(f"tokens {start} to {start + count} are not all among the {len(self)} of this stream")
         result = np.empty(count, self.dtype)
         done = 0
         while done < count:

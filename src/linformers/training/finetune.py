@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase,
 from ..checks import check_choice, check_model, check_positive, check_probability, check_size, make_folder
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
+from ..errors import UserError
 from ..heads import LinformerForSequenceClassification
 from ..provenance import sentence
 from . import card, checkpointing
@@ -107,11 +108,11 @@ def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
     hashes = {"data": task.hash(), "weights": checkpointing.model_hash(model)}
     for name, before in checkpointing.claim(out, "finetune", what | hashes).items():
         if name in hashes and before != hashes[name]:
-            raise ValueError(f"out={str(out)!r} holds a run with other {name}; choose another folder")
+            raise UserError(f"out={str(out)!r} holds a run with other {name}; choose another folder")
         if name in what and name not in ("seeds", "compile") and before != what[name]:
-            raise ValueError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
+            raise UserError(f"out={str(out)!r} holds a run with {name}={before!r}, not {what[name]!r}; choose another")
     if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
-        raise ValueError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}; choose another")
+        raise UserError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}; choose another")
 
 
 def _run_seeds(
@@ -238,7 +239,7 @@ def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClas
 def _whole(folder: Path) -> Path:
     """A folder of a seed's weights, once its hashes have been checked."""
     if wrong := checkpointing.damage(folder):
-        raise ValueError(f"the best weights are damaged: {wrong}; delete {folder.parent} and run the command again")
+        raise UserError(f"the best weights are damaged: {wrong}; delete {folder.parent} and run the command again")
     return folder
 
 
@@ -248,7 +249,7 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
     tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=INPUTS)
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
     if max_length > n:
-        raise ValueError(
+        raise UserError(
             f"max_length={max_length} exceeds the n={n} of the model; resize it with model.resize_length first"
         )
     tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)

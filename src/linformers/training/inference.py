@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from ..checks import check_model, check_share, check_size
 from ..config import LinformerConfig
+from ..errors import UserError
 from ..heads import LinformerForMaskedLM, LinformerForSequenceClassification
 from .batches import collate, encode
 from .corpus import Corpus, tokenizer_hash
@@ -53,11 +54,11 @@ def predict(
     check_size("batch_size", batch_size)
     tokenizer = load_tokenizer(model)
     if best > len(tokenizer):
-        raise ValueError(f"best={best} exceeds the {len(tokenizer)} words of the vocabulary")
+        raise UserError(f"best={best} exceeds the {len(tokenizer)} words of the vocabulary")
     use = purpose(model)
     classifies = use == "text-classification"
     if pairs and not classifies:
-        raise ValueError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
+        raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
     options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
     worker = pipeline(
         use,
@@ -86,7 +87,7 @@ def predict(
         out.flush()
     if wrong:
         more = f"; {len(wrong) - 1} more of {count} lines have an error, too" if len(wrong) > 1 else ""
-        raise ValueError(wrong[0] + more)
+        raise UserError(wrong[0] + more)
     return count
 
 
@@ -97,10 +98,10 @@ def perplexity(
     check_size("rows", rows)
     check_share("mask_share", mask_share)
     if purpose(model) != "fill-mask":
-        raise ValueError(f"model={str(model)!r} predicts no words: perplexity needs a masked-language model")
+        raise UserError(f"model={str(model)!r} predicts no words: perplexity needs a masked-language model")
     corpus, tokenizer = Corpus.open(data), load_tokenizer(model)
     if corpus.tokenizer_hash != tokenizer_hash(model):
-        raise ValueError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
+        raise UserError(f"data={str(data)!r} was made with another tokenizer than model={str(model)!r}")
     corpus.verify()
     network = _loaded(LinformerForMaskedLM, model)
     dataset = validation_rows(corpus, tokenizer, tokenizer.model_max_length, rows, mask_share)
@@ -122,7 +123,7 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
     max_length = tokenizer.model_max_length
     names = list(LinformerConfig.from_pretrained(model).id2label.values())
     if names != task.label_names:
-        raise ValueError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
+        raise UserError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
     network = _loaded(LinformerForSequenceClassification, model)
     logits = []
     examples = encode(task.test, tokenizer, max_length).longest_first()
@@ -142,7 +143,7 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
 
 def check_classifier(model: Path) -> None:
     if purpose(model) != "text-classification":
-        raise ValueError(f"model={str(model)!r} is no classifier: fine-tune it first")
+        raise UserError(f"model={str(model)!r} is no classifier: fine-tune it first")
 
 
 def purpose(model: Path) -> str:
@@ -151,7 +152,7 @@ def purpose(model: Path) -> str:
     (architecture,) = LinformerConfig.from_pretrained(model).architectures or ["none"]
     purposes = {"LinformerForMaskedLM": "fill-mask", "LinformerForSequenceClassification": "text-classification"}
     if architecture not in purposes:
-        raise ValueError(f"model={str(model)!r} is a {architecture}, not one of {', '.join(purposes)}")
+        raise UserError(f"model={str(model)!r} is a {architecture}, not one of {', '.join(purposes)}")
     return purposes[architecture]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserError
+
 
 def accuracy(predictions: Any, labels: Any) -> float:
     """The share of rows that are right."""
@@ -40,11 +42,11 @@ def classification_metrics(logits: Any, labels: Any) -> dict[str, float]:
     """Accuracy and F1 of the classes with the largest logit; `logits` has a row for each label."""
     logits = np.asarray(logits)
     if logits.ndim != 2:
-        raise ValueError(f"logits has shape {logits.shape}, expected (rows, classes)")
+        raise UserError(f"logits has shape {logits.shape}, expected (rows, classes)")
     broken = int(np.isnan(logits).any(axis=1).sum())
     if broken:
         # The largest of numbers that are none would be class 0: a diverged model would look like a poor one.
-        raise ValueError(f"logits has NaN in {broken} of {len(logits)} rows: training has diverged; lower its rate")
+        raise UserError(f"logits has NaN in {broken} of {len(logits)} rows: training has diverged; lower its rate")
     predictions = logits.argmax(axis=1)
     return {"accuracy": accuracy(predictions, labels), "f1": f1(predictions, labels, logits.shape[1])}
 
@@ -52,7 +54,7 @@ def classification_metrics(logits: Any, labels: Any) -> dict[str, float]:
 def spread(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and standard deviation (of a sample: n − 1) over runs; one run has no deviation."""
     if len(values) == 0:
-        raise ValueError("values=[] must hold one number or more")
+        raise UserError("values=[] must hold one number or more")
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
@@ -64,7 +66,7 @@ def plus_minus(spread: Sequence[float | None], digits: int, scale: float = 1) ->
 def _rows(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     predictions, labels = np.asarray(predictions), np.asarray(labels)
     if predictions.shape != labels.shape or labels.ndim != 1 or not len(labels):
-        raise ValueError(
+        raise UserError(
             f"predictions of shape {predictions.shape} and labels of shape {labels.shape} "
             "must be one number each for the same rows, one row or more"
         )

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, TextColumn
 
 from ..checks import check_size, make_folder
+from ..errors import UserError
 from ..progress import progress
 from . import sources as files
 from .checkpointing import locked
@@ -80,18 +81,18 @@ def prepare(
     if workers is not None:
         check_size("workers", workers)
     if not validation and not 0 < validation_share < 1:
-        raise ValueError(
+        raise UserError(
             f"validation_share={validation_share} must lie between 0 and 1; or name files to hold out with --validation"
         )
     held_out = [_Source(name, "validation") for name in _find(validation)]
     training = _without(held_out, [_Source(name, "train") for name in _find(sources)], console)
     if not training:
-        raise ValueError(f"sources={list(sources)} leave nothing to train on; name files, folders or hub datasets")
+        raise UserError(f"sources={list(sources)} leave nothing to train on; name files, folders or hub datasets")
     _refuse_corpus(out)
     share = 0.0 if held_out else validation_share
     # All of the training text comes first: nobody should wait for it to hear this.
     if held_out and not any(next(source.texts(text_column), "") for source in held_out):
-        raise ValueError("the validation sources hold no text")
+        raise UserError("the validation sources hold no text")
     if share:
         _refuse_no_validation(training, text_column, share)
     everything = training + held_out
@@ -137,7 +138,7 @@ def prepare(
                 if share
                 else "the sources hold none"
             )
-            raise ValueError(f"there is no text to train on: {cause}")
+            raise UserError(f"there is no text to train on: {cause}")
         manifest: Manifest = {
             "format": FORMAT,
             "dtype": dtype.name,
@@ -166,7 +167,7 @@ def prepare(
 
 def _refuse_corpus(out: Path) -> None:
     if (out / MANIFEST).exists():
-        raise ValueError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+        raise UserError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def _hub_documents(name: str, split: str, text_column: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"source {name!r} is no file or folder; as a hub name it needs the package datasets: "
             "pip install 'linformers[hub]'"
         ) from None
@@ -222,11 +223,11 @@ def _hub_documents(name: str, split: str, text_column: str) -> Iterator[str]:
         rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"source {name!r} is no file or folder, and on the hub: {reason}") from None
+        raise UserError(f"source {name!r} is no file or folder, and on the hub: {reason}") from None
     for row in rows:
         if text_column not in row:
             columns = ", ".join(map(repr, row))
-            raise ValueError(f"dataset {name!r} has no column {text_column!r}; its columns are {columns}")
+            raise UserError(f"dataset {name!r} has no column {text_column!r}; its columns are {columns}")
         if row[text_column] is not None and str(row[text_column]).strip():
             yield str(row[text_column])
 
@@ -293,8 +294,8 @@ def _refuse_no_validation(training: list[_Source], text_column: str, share: floa
             if _split_of(source, text, share) == "validation":
                 return
     if documents == 0:
-        raise ValueError("there is no text to train on: the sources hold none")
-    raise ValueError(
+        raise UserError("there is no text to train on: the sources hold none")
+    raise UserError(
         f"validation_share={share} of {documents} documents, chosen by their hash, is none; "
         "name files to hold out with --validation, or choose a larger share"
     )

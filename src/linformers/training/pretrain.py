@@ -18,6 +18,7 @@ from .. import plots
 from ..checks import check_model, make_folder
 from ..config import LinformerConfig
 from ..encoder import LinformerModel
+from ..errors import UserError
 from ..heads import LinformerForMaskedLM
 from . import card, checkpointing
 from .compiled import compile_parts
@@ -151,15 +152,15 @@ def started(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> Linforme
     check_model("start", folder)
     saved = LinformerConfig.from_pretrained(folder)
     if saved.architectures != [LinformerForMaskedLM.__name__]:
-        raise ValueError(f"start={recipe.start!r} is a {saved.architectures}, not a {LinformerForMaskedLM.__name__}")
+        raise UserError(f"start={recipe.start!r} is a {saved.architectures}, not a {LinformerForMaskedLM.__name__}")
     if tokenizer_hash(folder) != corpus.tokenizer_hash:
-        raise ValueError(
+        raise UserError(
             f"data={recipe.data!r} was made with another tokenizer than start={recipe.start!r}; prepare it with "
             f"--tokenizer {recipe.start}"
         )
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if getattr(saved, name) != getattr(config, name):
-            raise ValueError(f"start={recipe.start!r} has {name}={getattr(saved, name)}, not {getattr(config, name)}")
+            raise UserError(f"start={recipe.start!r} has {name}={getattr(saved, name)}, not {getattr(config, name)}")
     return LinformerForMaskedLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
@@ -181,7 +182,7 @@ def validation_rows(
     """The first rows of the validation set, with a mask that is the same in every run."""
     tokens, vocabulary = corpus.tokens("validation"), vocabulary_of(tokenizer, corpus.vocab_size)
     if len(tokens) < length:
-        raise ValueError(
+        raise UserError(
             f"the validation split of {str(corpus.folder)!r} has {len(tokens)} tokens, fewer than a row of {length}; "
             "prepare it with a larger validation share"
         )
@@ -236,7 +237,7 @@ def shard(model: LinformerForMaskedLM) -> None:
     from torch.distributed.fsdp import fully_shard
 
     if not dist.is_initialized():
-        raise ValueError("shard=true needs several processes: start the command with torchrun")
+        raise UserError("shard=true needs several processes: start the command with torchrun")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model.to(device)
@@ -273,13 +274,13 @@ def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
     saved = checkpointing.claim(out, "pretrain", what)
     if changed := differences(recipe, saved["recipe"]):
         listed = "; ".join(changed)
-        raise ValueError(f"out={recipe.out!r} holds a run of another recipe: {listed}; choose another out")
+        raise UserError(f"out={recipe.out!r} holds a run of another recipe: {listed}; choose another out")
     if saved["tokenizer"] != corpus.tokenizer_hash:
-        raise ValueError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
+        raise UserError(f"data={recipe.data!r} was made with another tokenizer than the run in out={recipe.out!r}")
     if saved["corpus"] != corpus.hash:
-        raise ValueError(f"data={recipe.data!r} is another corpus than that of the run in out={recipe.out!r}")
+        raise UserError(f"data={recipe.data!r} is another corpus than that of the run in out={recipe.out!r}")
     if saved.get("start") != start:
-        raise ValueError(f"start={recipe.start!r} holds other weights than the run in out={recipe.out!r} began with")
+        raise UserError(f"start={recipe.start!r} holds other weights than the run in out={recipe.out!r} began with")
 
 
 def _finish(trainer: ExactTrainer, recipe: Recipe, corpus: Corpus, out: Path, command: str) -> None:

@@ -21,6 +21,7 @@ from ..checks import (
     nearest_name,
 )
 from ..config import LinformerConfig
+from ..errors import UserError
 
 PRECISIONS = ("auto", "bf16", "float32")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -99,33 +100,33 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("data", "out"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be the name of a folder")
+                raise UserError(f"{name}={getattr(self, name)!r} must be the name of a folder")
         if not isinstance(self.start, str | None) or self.start == "":
-            raise ValueError(f"start={self.start!r} must be the folder of a model, or null for a new one")
+            raise UserError(f"start={self.start!r} must be the folder of a model, or null for a new one")
         for name in ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"):
             check_size(name, getattr(self, name))
         for name in ("warmup_steps", "workers", "rows_at_once", "seed"):
             value = getattr(self, name)
             if not is_number(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} must be 0 or a positive integer")
+                raise UserError(f"{name}={value!r} must be 0 or a positive integer")
         for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "mask_share"):
             check_positive(name, getattr(self, name))
         for name in ("adam_beta1", "adam_beta2", "mask_share", "weight_decay", "short_rows"):
             check_probability(name, getattr(self, name))
         for name in ("deterministic", "gradient_checkpointing", "shard"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+                raise UserError(f"{name}={getattr(self, name)!r} must be true or false")
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("compile", self.compile, COMPILE)
         if not isinstance(self.model, Mapping):
-            raise ValueError(
+            raise UserError(
                 f"model={self.model!r} must be fields of LinformerConfig, such as model.projected_length=128"
             )
         fields = [f.name for f in dataclasses.fields(LinformerConfig)]
         for name in self.model:
             if name in FROM_CORPUS:
-                raise ValueError(f"model.{name} is not for a recipe to choose: the corpus has a vocabulary")
+                raise UserError(f"model.{name} is not for a recipe to choose: the corpus has a vocabulary")
             _check_name(f"model.{name}", [f"model.{own}" for own in fields])
         self.config(vocab_size=50_000)
 
@@ -148,7 +149,7 @@ class Recipe:
             each = (
                 f"rows_at_once={at_once} times {processes} processes" if self.rows_at_once else f"{processes} processes"
             )
-            raise ValueError(f"batch_size={self.batch_size} is not a multiple of {each}")
+            raise UserError(f"batch_size={self.batch_size} is not a multiple of {each}")
         return self.batch_size // (at_once * processes)
 
     def rows_per_pass(self, processes: int) -> int:
@@ -161,11 +162,11 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals:
-            raise ValueError(f"{change!r} is not of the form key=value, such as steps=100")
+            raise UserError(f"{change!r} is not of the form key=value, such as steps=100")
         try:
             value = _numbers(yaml.safe_load(text))
         except yaml.YAMLError:
-            raise ValueError(f"{change!r}: the value is not YAML") from None
+            raise UserError(f"{change!r}: the value is not YAML") from None
         section, _, key = name.partition(".")
         if key:
             _check_name(section, ["model"])
@@ -183,7 +184,7 @@ def make(values: Mapping[str, Any], where: str) -> Recipe:
         values = {**values, "compile": "yes" if values["compile"] else "no"}
     for f in dataclasses.fields(Recipe):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values:
-            raise ValueError(f"{where} has no {f.name!r}; add it, or pass {f.name}=…")
+            raise UserError(f"{where} has no {f.name!r}; add it, or pass {f.name}=…")
     return Recipe(**values)
 
 
@@ -208,24 +209,24 @@ def _load(path: Path, depth: int = 0) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"recipe {str(path)!r} does not exist") from None
+        raise UserError(f"recipe {str(path)!r} does not exist") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text in UTF-8") from None
+        raise UserError(f"{path} is not text in UTF-8") from None
     except yaml.MarkedYAMLError as error:
         where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ValueError(f"{path} is not YAML: {error.problem}{where}") from None
+        raise UserError(f"{path} is not YAML: {error.problem}{where}") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no recipe: expected keys and values")
+        raise UserError(f"{path} holds no recipe: expected keys and values")
     values = _numbers(values)
     base = values.pop("base", None)
     if base is None:
         return values
     if not isinstance(base, str) or depth > 8:
-        raise ValueError(f"{path} has base={base!r}, expected the name of another recipe")
+        raise UserError(f"{path} has base={base!r}, expected the name of another recipe")
     if not (path.parent / base).exists():
-        raise ValueError(f"{path} has base={base!r}, which does not exist beside it")
+        raise UserError(f"{path} has base={base!r}, which does not exist beside it")
     inherited = _load(path.parent / base, depth + 1)
     return {**inherited, **values, "model": {**_fields(inherited), **_fields(values)}}
 
@@ -234,7 +235,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The model's, of which a recipe need not have any."""
     fields = values.get("model") or {}
     if not isinstance(fields, dict):
-        raise ValueError(f"model={fields!r} must be fields of LinformerConfig, such as projected_length: 128")
+        raise UserError(f"model={fields!r} must be fields of LinformerConfig, such as projected_length: 128")
     return fields
 
 
@@ -255,4 +256,4 @@ def _numbers(value: Any) -> Any:
 
 def _check_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise ValueError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")
+        raise UserError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")

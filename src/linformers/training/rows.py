@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..errors import UserError
 from ..heads import IGNORED
 from .corpus import TokenStream
 
@@ -69,7 +70,7 @@ class MaskedRows(Dataset):
         self.rows_in_epoch = (len(stream) - (length if shuffle else 0)) // length
         if self.rows_in_epoch < 1:
             needed = 2 * length if shuffle else length
-            raise ValueError(f"the corpus has {len(stream)} tokens, but rows of {length} need at least {needed}")
+            raise UserError(f"the corpus has {len(stream)} tokens, but rows of {length} need at least {needed}")
         self.ordinary = vocabulary.ordinary
         self._epoch: tuple[int, int, np.ndarray] | None = None
 

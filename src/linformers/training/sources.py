@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..errors import UserError
+
 TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 TEXTS = (".txt", ".md", ".rst", ".py")
 PACKERS = {".gz": gzip.open, ".xz": lzma.open}
@@ -36,12 +38,12 @@ def find_files(sources: str | Path | Sequence[str | Path], name: str = "source")
         if source.is_dir():
             found = sorted(p for p in source.rglob("*") if p.is_file() and kind(p) in TABLES + TEXTS)
             if not found:
-                raise ValueError(f"folder {source} has no file of a known kind ({', '.join(TEXTS + TABLES)})")
+                raise UserError(f"folder {source} has no file of a known kind ({', '.join(TEXTS + TABLES)})")
             files += found
         elif not source.exists():
-            raise ValueError(f"{name} {str(source)!r} does not exist")
+            raise UserError(f"{name} {str(source)!r} does not exist")
         elif kind(source) not in TABLES + TEXTS:
-            raise ValueError(f"file {source} is of no known kind ({', '.join(TEXTS + TABLES)}, plain, .gz or .xz)")
+            raise UserError(f"file {source} is of no known kind ({', '.join(TEXTS + TABLES)}, plain, .gz or .xz)")
         else:
             files.append(source)
     return files
@@ -56,7 +58,7 @@ def open_text(path: Path, on_read: OnRead | None = None) -> Iterator[TextIO]:
             # A byte order mark, as some editors write it, is no part of the first word (nor of a column's name).
             yield io.TextIOWrapper(data, encoding="utf-8-sig", errors="replace", newline="")
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, csv.Error) as error:
-            raise ValueError(f"{path} is damaged or not what its name says: {error}") from None
+            raise UserError(f"{path} is damaged or not what its name says: {error}") from None
 
 
 def rows(path: Path, columns: Sequence[str], on_read: OnRead | None = None) -> Iterator[dict[str, Any]]:
@@ -124,7 +126,7 @@ def _parquet_rows(path: Path, columns: Sequence[str], on_read: OnRead | None) ->
         # With a buffer, a column is read as it is needed and not all of a row group at once.
         file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is damaged or not what its name says: {error}") from None
+        raise UserError(f"{path} is damaged or not what its name says: {error}") from None
     with file:
         _check_columns(path, columns, file.schema_arrow.names)
         done = 0
@@ -138,16 +140,16 @@ def _parquet_rows(path: Path, columns: Sequence[str], on_read: OnRead | None) ->
 def _check_columns(path: Path, columns: Sequence[str], present: Any) -> None:
     for name in columns:
         if name not in present:
-            raise ValueError(f"{path} has no column {name!r}; its columns are {', '.join(map(repr, present))}")
+            raise UserError(f"{path} has no column {name!r}; its columns are {', '.join(map(repr, present))}")
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}, is not JSON: {error}") from None
+        raise UserError(f"{path}, line {number}, is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{path}, line {number}, is no JSON object")
+        raise UserError(f"{path}, line {number}, is no JSON object")
     return {name: _whole(value) if isinstance(value, str) else value for name, value in row.items()}
 
 
@@ -160,7 +162,7 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
     """The lines of a text, in parts if they are long; what no text has is an error."""
     for line in iter(lambda: file.readline(MOST), ""):
         if "\0" in line:
-            raise ValueError(f"{path} is no text in UTF-8: it has NUL bytes")
+            raise UserError(f"{path} is no text in UTF-8: it has NUL bytes")
         yield line
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checks import check_choice, check_share
+from ..errors import UserError
 from . import sources
 
 HELD_OUT = 0.05
@@ -148,13 +149,13 @@ def custom_task(
     """The task that tables of one's own make; without `test`, `validation` or a part of `train` is reported."""
     for argument, path in (("train", train), ("validation", validation), ("test", test)):
         if path is not None and not path.is_file():
-            raise ValueError(f"{argument}={str(path)!r} is no file")
+            raise UserError(f"{argument}={str(path)!r} is no file")
         if path is not None and sources.kind(path) not in sources.TABLES:
-            raise ValueError(f"{argument}={str(path)!r} is no table ({_KINDS})")
+            raise UserError(f"{argument}={str(path)!r} is no table ({_KINDS})")
     if isinstance(text_columns, str) or len(text_columns) not in (1, 2):
-        raise ValueError(f"text_columns={text_columns!r} must be one column, such as ['text'], or two for pairs")
+        raise UserError(f"text_columns={text_columns!r} must be one column, such as ['text'], or two for pairs")
     if len({*text_columns, label_column}) != len(text_columns) + 1:
-        raise ValueError(f"text_columns={list(text_columns)!r} and label_column={label_column!r} must all differ")
+        raise UserError(f"text_columns={list(text_columns)!r} and label_column={label_column!r} must all differ")
     note = ""
     if test is None and validation is None:
         note = f"no test file: reported on 5% held out of {train.name}, selected on another 5%"
@@ -178,7 +179,7 @@ def load(task: Task | str, data: Path | None = None) -> TaskData:
         numbers |= {str(number): number for number in range(len(names))}
     whole = _examples(task, source, table, numbers)
     if len(np.unique(whole.labels)) == 1:
-        raise ValueError(
+        raise UserError(
             f"{source.where} has the single label {table.labels[0]!r} in column {task.label_column!r}; "
             "a classifier needs two or more"
         )
@@ -195,7 +196,7 @@ def load(task: Task | str, data: Path | None = None) -> TaskData:
             others.append((other, _examples(task, other, _read(task, other), numbers)))
     train, ((_, validation), (reported, test)) = _take(whole, kept), others
     if not (len(train) and len(validation) and len(test)):
-        raise ValueError(
+        raise UserError(
             f"{source.where} has {len(whole)} rows, too few different ones to hold out 5% of them; "
             "give more, or a validation and a test file"
         )
@@ -238,31 +239,31 @@ class _Table(NamedTuple):
 def _find(task: Task, data: Path | None, split: str | Path) -> _Source:
     if isinstance(split, Path):
         if data is not None:
-            raise ValueError(f"data={str(data)!r} has no effect on task {task.name!r}, which names its own files")
+            raise UserError(f"data={str(data)!r} has no effect on task {task.name!r}, which names its own files")
         return _Source(str(split), split.name, partial(sources.rows, split))
     if data is None:
         return _from_hub(task, split)
     folder = Path(data) / task.name
     if not folder.is_dir():
-        raise ValueError(f"data={str(data)!r} has no folder {task.name!r}")
+        raise UserError(f"data={str(data)!r} has no folder {task.name!r}")
     names = [split] + ([split + task.stand_in.suffix] if task.stand_in else [])
     tables = sorted(path for path in folder.iterdir() if sources.kind(path) in sources.TABLES)
     for name in names:
         found = [path for path in tables if fnmatchcase(path.name.split(".")[0], name)]
         if len(found) > 1:
-            raise ValueError(f"{folder} has several files for {name!r}: {', '.join(p.name for p in found)}; keep one")
+            raise UserError(f"{folder} has several files for {name!r}: {', '.join(p.name for p in found)}; keep one")
         if found:
             return _Source(str(found[0]), found[0].name, partial(sources.rows, found[0]), stands_in=name != split)
-    raise ValueError(f"{folder} has no table {' or '.join(map(repr, names))} ({_KINDS})")
+    raise UserError(f"{folder} has no table {' or '.join(map(repr, names))} ({_KINDS})")
 
 
 def _from_hub(task: Task, split: str) -> _Source:
     if task.hub is None:
-        raise ValueError(f"task {task.name!r} is not on the hub: pass the folder of its files as data")
+        raise UserError(f"task {task.name!r} is not on the hub: pass the folder of its files as data")
     try:
         import datasets
     except ModuleNotFoundError:
-        raise ValueError(
+        raise UserError(
             f"task {task.name!r} comes from the hub, which takes the package datasets: "
             "pip install 'linformers[hub]', or pass --data DIR"
         ) from None
@@ -279,23 +280,23 @@ def _read(task: Task, source: _Source) -> _Table:
         for name, column in zip(task.text_columns, columns, strict=True):
             text = "" if row[name] is None else row[name]
             if not isinstance(text, str):
-                raise ValueError(f"{source.where} has {text!r} in row {number}, column {name!r}, which is no text")
+                raise UserError(f"{source.where} has {text!r} in row {number}, column {name!r}, which is no text")
             column.append(text)
         label = row[task.label_column]
         if isinstance(label, float) and label.is_integer():
             label = int(label)  # pandas writes a column of integers with gaps as floats
         if not isinstance(label, str | int) or not str(label).strip():
-            raise ValueError(
+            raise UserError(
                 f"{source.where} has {label!r} in row {number}, column {task.label_column!r}; "
                 "a label is text or a whole number"
             )
         labels.append(str(label).strip())
     if not labels:
-        raise ValueError(f"{source.where} has no rows")
+        raise UserError(f"{source.where} has no rows")
     for name, column in zip(task.text_columns, columns, strict=True):
         # Single rows may lack a text, as some of Quora's pairs do.
         if not any(map(str.strip, column)):
-            raise ValueError(f"{source.where} has no text in column {name!r}: each of its {len(column)} rows is empty")
+            raise UserError(f"{source.where} has no text in column {name!r}: each of its {len(column)} rows is empty")
     return _Table(columns[0], columns[1] if len(columns) > 1 else None, labels)
 
 
@@ -309,7 +310,7 @@ def _examples(task: Task, source: _Source, table: _Table, numbers: Mapping[str, 
     for label in table.labels:
         if label not in numbers:
             known = ", ".join(map(repr, list(numbers)[:10])) + (", ..." if len(numbers) > 10 else "")
-            raise ValueError(
+            raise UserError(
                 f"{source.where} has the label {label!r} in column {task.label_column!r}, which is not one of {known}"
             )
     return Examples(table.texts, table.pairs, np.array([numbers[label] for label in table.labels], dtype=np.int64))

@@ -17,6 +17,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..errors import UserError
+
 # What a Linformer is given. BERT's tokenizers would add types of tokens, which these models are not trained with.
 INPUTS = ["input_ids", "attention_mask"]
 
@@ -28,7 +30,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + len(special):
         least = len(alphabet) + len(special)
-        raise ValueError(f"vocab_size={vocab_size} must be at least {least}: the bytes and the special tokens")
+        raise UserError(f"vocab_size={vocab_size} must be at least {least}: the bytes and the special tokens")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -73,14 +75,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=INPUTS)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None
+        raise UserError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None
     if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer={name!r} has no tokenizer.json: only tokenizers of the library tokenizers work")
+        raise UserError(f"tokenizer={name!r} has no tokenizer.json: only tokenizers of the library tokenizers work")
     if tokenizer.eos_token is None and tokenizer.sep_token is not None:  # BERT's name for what ends a text
         tokenizer.eos_token = tokenizer.sep_token
     for kind in ("pad", "eos", "mask"):
         if getattr(tokenizer, f"{kind}_token_id") is None:
-            raise ValueError(f"tokenizer={name!r} has no {kind} token; it needs pad, eos and mask tokens")
+            raise UserError(f"tokenizer={name!r} has no {kind} token; it needs pad, eos and mask tokens")
     return tokenizer
 
 

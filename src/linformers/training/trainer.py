@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
+from ..errors import UserError
 from . import checkpointing
 
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
@@ -146,7 +147,7 @@ class ExactTrainer(Trainer):
         """A number that every process has read from the run's folder, if it is the same."""
         numbers = {int(own) for own in self._of_all_processes(torch.tensor(number))}
         if len(numbers) > 1:
-            raise ValueError(
+            raise UserError(
                 f"the processes see {what} {' and '.join(map(str, sorted(numbers)))} in out={self.args.output_dir!r}; "
                 "it must be a folder that all machines share"
             )
