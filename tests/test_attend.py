@@ -9,7 +9,7 @@ from torch import library
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from linformers.ops import reference
+from linformers import reference
 from linformers.ops.attend import MAX_KEYS, _attend, are_few, attend, holds_all
 from linformers.ops.launch import best_splits, padded
 

@@ -6,9 +6,9 @@ from torch import library
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from linformers import LinformerAttention
+from linformers import LinformerAttention, reference
 from linformers.ops import attend as kernels
-from linformers.ops import local, reference
+from linformers.ops import local
 from linformers.ops.local import attend_locally
 
 ON_GPU = torch.cuda.is_available()

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
 from linformers.maps import MeanMap
 from linformers.ops.ranks import Ranks, zero_padding
-from linformers.ops.reference import attend
 from linformers.projections import LinearProjection, window_matrix
+from linformers.reference import attend
 
 from . import modes
 from .naive import naive_attention, owners

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "shipped"},
     {"checks"},
     {"config"},
-    {"loading", "ops"},
+    {"loading", "ops", "reference"},
     {"maps"},
     {"embeddings", "projections"},
     {"attention"},

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import reference
 from .checks import check_choice, check_shape
 from .errors import UserError
 from .maps import LinearMap, SequenceMap, Weights
-from .ops import reference
 from .ops.attend import attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
@@ -310,7 +310,7 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`ops.reference.attend` behind transformers' attention interface."""
+    """`reference.attend` behind transformers' attention interface."""
     output, probs = reference.attend(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2), probs
 
