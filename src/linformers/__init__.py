@@ -3,28 +3,18 @@
 Importing the package registers its models with transformers' Auto classes.
 """
 
-import sys
-from pathlib import Path
-
-try:
-    from .config import LinformerConfig
-    from .encoder import LinformerModel, LinformerPreTrainedModel
-    from .heads import (
-        LinformerForMaskedLM,
-        LinformerForQuestionAnswering,
-        LinformerForSequenceClassification,
-        LinformerForTokenClassification,
-        register,
-    )
-    from .layer import LinformerAttention
-    from .shipped import pretrained
-except KeyboardInterrupt:
-    # Torch and transformers take seconds: a command ends there without a traceback. Under -m that is its name as yet.
-    if Path(sys.argv[0]).stem in ("linformers", "-m"):
-        sys.exit(130)
-    raise
-
-register()
+from .attention import LinformerAttention
+from .auto import register
+from .config import LinformerConfig
+from .modeling import (
+    LinformerForMaskedLM,
+    LinformerForQuestionAnswering,
+    LinformerForSequenceClassification,
+    LinformerForTokenClassification,
+    LinformerModel,
+    LinformerPreTrainedModel,
+)
+from .shipped import pretrained
 
 __version__ = "0.1.0"
 
@@ -39,3 +29,5 @@ __all__ = [
     "LinformerPreTrainedModel",
     "pretrained",
 ]
+
+register()

@@ -9,14 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checks import did_you_mean, nearest_name
-from .config import NO_CAUSAL, OTHER_NAMES, LinformerConfig
-from .encoder import LinformerModel, LinformerPreTrainedModel
+from .config import NO_CAUSAL, ALIASES, LinformerConfig
 from .errors import UserError
-from .heads import (
+from .modeling import (
     LinformerForMaskedLM,
     LinformerForQuestionAnswering,
     LinformerForSequenceClassification,
     LinformerForTokenClassification,
+    LinformerModel,
+    LinformerPreTrainedModel,
 )
 
 CLASSES: dict[str, type[LinformerPreTrainedModel]] = {
@@ -83,7 +84,6 @@ FREE_FIELDS = (
     *PROJECTION_FIELDS,
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
-    "embedding_dropout",
     "classifier_dropout",
     "sparse_prediction",
     "problem_type",
@@ -115,7 +115,6 @@ def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrained
     if "max_position_embeddings" in config:
         twin.resize_length(config["max_position_embeddings"])
     model = _load(CLASSES[name](LinformerConfig(**{**fields, **config})), twin.state_dict())
-    model.find_windows(model.modules())
     return model.to(roberta.device, roberta.dtype).train(roberta.training)
 
 
@@ -137,7 +136,7 @@ def _check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: di
         if name in FREE_FIELDS:
             continue
         if not hasattr(LinformerConfig, name):
-            nearest = OTHER_NAMES.get(name) or nearest_name(name, FREE_FIELDS, cutoff=0.8)
+            nearest = ALIASES.get(name) or nearest_name(name, FREE_FIELDS, cutoff=0.8)
             raise UserError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
         own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
         if own != value:

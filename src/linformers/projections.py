@@ -1,34 +1,107 @@
-"""E and F: the weights of the maps from n tokens to k, and who shares which."""
+"""E and F: the projections along the sequence from n tokens to k, and which heads and layers share them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from .maps import Weights
+from .ops.compiling import is_exporting
+
+T = TypeVar("T", int, Tensor)
 
 
-class LinearProjection(nn.Module):
-    r"""A learned matrix $E = E_0 + s \Delta$, (n, k), of which Δ is learned.
+class Projection(nn.Module):
+    r"""A map along the sequence from n tokens to k slots, $x \mapsto E^T x$: its weights and its arithmetic.
 
-    Under `init="window"`, $E_0$ averages the tokens of each window of n/k and Δ starts at 0; under `"gaussian"`,
-    $E_0 = 0$ and E starts as $N(0, 1/n)$. Since an optimiser like Adam moves all weights alike, s is the learning rate
-    of E relative to that of other weights.
+    Token r belongs to slot $\lfloor r k / n \rfloor$. A slot is live if at least one real token belongs to it.
+
+    Args:
+        max_length: n.
+    """
+
+    commutes: ClassVar[bool] = True
+    """Whether $(E^T x) W = E^T (x W)$: the map is linear and the same for all channels."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+
+    def forward(self, seq_len: int) -> Tensor | None:
+        """The weights for `seq_len` tokens. They are computed once per pass, however many layers share them."""
+        return None
+
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        """$E^T x$: (b, n, d) to (b, k, d), or (b, h, n, d_head) to (b, h, k, d_head).
+
+        Args:
+            tokens: sorted by rank, and 0 at padding.
+            k: the projected length.
+            weights: from `forward` and `columns`.
+            lengths: the number of real tokens of each row, (b,); `None` if there is no padding.
+        """
+        raise NotImplementedError
+
+    def columns(self, weights: Tensor | None, k: int) -> Tensor | None:
+        """The weights of heads whose k is smaller than that of the projection that they share."""
+        return weights
+
+    def num_slots(self, seq_len: int, k: int) -> int:
+        return self.live_slots(seq_len, k)
+
+    def live_slots(self, length: T, k: int, shift: int = 0) -> T:
+        """The number of live slots of a sequence of `length` tokens; they are the first ones."""
+        return (length - 1) * k // self.max_length + 1
+
+    def slot_mask(self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+        """Which slots are live, (b or 1, slots); `None` if all of them are."""
+        slots = self.num_slots(seq_len, k)
+        if lengths is None:
+            # Every branch on the length costs a compiled graph, and an exported graph can have none.
+            if seq_len == self.max_length and not is_exporting():
+                return None
+            if not torch.compiler.is_compiling() and self.live_slots(seq_len, k, shift) == slots:
+                return None
+            lengths = torch.full((1,), seq_len, device=device)
+        return torch.arange(slots, device=device) < self.live_slots(lengths, k, shift)[:, None]
+
+    def load_resized(self, other: Projection, cut: bool) -> None:
+        """Take over what `other`, for another n or k, has learned. `cut`: n shrinks and n/k stays the same."""
+
+
+class LinearProjection(Projection):
+    r"""A learned matrix $E = E_0 + s \Delta$, (n, k), of which Δ is the parameter; a shorter input uses its first rows.
+
+    With `init="window"`, $E_0$ averages the tokens of each window of n/k and Δ starts at 0; with `"gaussian"`,
+    $E_0 = 0$ and E starts as $N(0, 1/n)$. An optimizer like Adam moves all weights at the same rate, so s is the
+    learning rate of E relative to that of the other weights.
 
     Args:
         max_length: n.
         projected_length: k.
+        num_heads: if set, one matrix for each of so many heads: Δ is (n, h, k).
         init: `"window"` or `"gaussian"`.
         scale: s.
     """
 
-    def __init__(self, max_length: int, projected_length: int, init: str = "window", scale: float = 1.0) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        max_length: int,
+        projected_length: int,
+        num_heads: int | None = None,
+        *,
+        init: str = "window",
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(max_length)
         self.init = init
         self.scale = scale
-        self.delta = nn.Parameter(torch.empty(max_length, projected_length))
+        # Rows first: slicing another axis than the first breaks torch.export with a dynamic length.
+        heads = () if num_heads is None else (num_heads,)
+        self.delta = nn.Parameter(torch.empty(max_length, *heads, projected_length))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -37,127 +110,249 @@ class LinearProjection(nn.Module):
         else:
             nn.init.zeros_(self.delta)
 
-    def forward(self, seq_len: int) -> Tensor:
-        """The first `seq_len` rows of E."""
-        E = self.scale * self.delta[:seq_len]
-        if self.init == "window":
-            n, k = self.delta.shape
-            E = E + window_matrix(n, k, seq_len, E.device, E.dtype)
-        return E
+    def forward(self, seq_len: int, windows: Tensor | None = None) -> Tensor:
+        """The first `seq_len` rows of E; `windows` is $E_0$, where the caller has it already."""
+        E = self.scale * self.delta[:seq_len]  # (n, k) or (n, h, k)
+        if self.init == "gaussian":
+            return E
+        if windows is None:
+            windows = window_matrix(self.max_length, E.shape[-1], seq_len, E.device, E.dtype)
+        return E + (windows if E.dim() == 2 else windows[:, None])
+
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        assert weights is not None
+        device, dtype = tokens.device.type, tokens.dtype
+        # Autocast would cast E after it is expanded, once for each row of the batch. It leaves float64 alone.
+        if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        E_T = weights.movedim(0, -1).to(dtype)  # (k, n) or (h, k, n)
+        return E_T.expand(*tokens.shape[:-2], *E_T.shape[-2:]) @ tokens.to(dtype)
+
+    def columns(self, weights: Tensor | None, k: int) -> Tensor | None:
+        """Average adjacent columns of E, so that k remain."""
+        assert weights is not None
+        ratio = weights.shape[-1] // k
+        if ratio == 1:
+            return weights
+        means = weights.unflatten(-1, (k, ratio)).mean(-1)
+        # A mean of windows is a wider window, but a mean of independent columns is smaller than each of them.
+        return means * ratio**0.5 if self.init == "gaussian" else means
+
+    def num_slots(self, seq_len: int, k: int) -> int:
+        return k
+
+    def live_slots(self, length: T, k: int, shift: int = 0) -> T:
+        if self.init == "gaussian":
+            return (length > 0) * k  # every token belongs to every slot
+        live = (length - shift - 1) * k // self.max_length + 1
+        return live + ((live < 1) & (length > 0))  # the first `shift` tokens belong to the first window
 
     @torch.no_grad()
-    def load_resampled(self, other: LinearProjection) -> None:
-        """Take what `other`, of another length, has learned: rows keep column sums, columns are averaged."""
-        (n, k), (old_n, old_k) = self.delta.shape, other.delta.shape
+    def load_resized(self, other: LinearProjection, cut: bool) -> None:  # type: ignore[override]
+        """Keep column sums where n changes, and average columns where k does."""
+        n, k, old_n, old_k = len(self.delta), self.delta.shape[-1], len(other.delta), other.delta.shape[-1]
+        if cut:
+            self.delta.copy_(other.delta[:n, ..., :k])
+            return
         rows, columns = overlap(n, old_n) * old_n, overlap(k, old_k) * k
         if self.init == "gaussian":
             columns = columns / columns.norm(dim=1, keepdim=True)
         learned = other.scale * other.delta.cpu().double()
-        self.delta.copy_(rows @ learned @ columns.mT / self.scale)
-
-    @torch.no_grad()
-    def load_slice(self, other: LinearProjection) -> None:
-        """Take the first rows and columns of `other`, whose n/k is the same."""
-        n, k = self.delta.shape
-        self.delta.copy_(other.delta[:n, :k])
+        self.delta.copy_(torch.einsum("mn,n...k,jk->m...j", rows, learned, columns) / self.scale)
 
     def extra_repr(self) -> str:
-        return f"n={self.delta.shape[0]}, k={self.delta.shape[1]}, init={self.init!r}, scale={self.scale:g}"
+        return f"{tuple(self.delta.shape)}, init={self.init!r}, scale={self.scale:g}"
 
 
-class DynamicProjection(nn.Module):
-    """S, (d, k), from which the weights of a mean over all tokens are computed.
+class WindowProjection(Projection):
+    """A map of windows of n/k tokens, each to one slot. A shorter input has fewer slots."""
 
-    Args:
-        channels: d, those of a token, or of one head's share of it.
-        projected_length: k.
-    """
-
-    sharpness = 28.0
-    """The score at the start of a projected token with the positions of its window, were they all of a token."""
-
-    def __init__(self, channels: int, projected_length: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, projected_length))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        # Scores of normalised tokens then have a standard deviation of 2: a projected token prefers some of them.
-        nn.init.normal_(self.weight, std=2 * len(self.weight) ** -0.5)
-
-    def forward(self, seq_len: int) -> Tensor:
-        """S, whatever the length."""
-        return self.weight
-
-    def windows(self, positions: Tensor) -> Tensor:
-        """The S under which each mean is mostly of one window of n/k tokens, found by their positions (n, d)."""
-        n, k = len(positions), self.weight.shape[1]
-        means = window_matrix(n, k, n, positions.device, positions.dtype).mT @ positions  # (k, d)
-        size = positions.square().mean().sqrt()
-        return means.mT * (self.sharpness / (positions.shape[1] * size))
-
-    @torch.no_grad()
-    def load_resampled(self, other: DynamicProjection) -> None:
-        """Take the columns of `other`, averaged or repeated where k differs."""
-        k, old_k = self.weight.shape[1], other.weight.shape[1]
-        self.weight.copy_(other.weight.cpu().double() @ (overlap(k, old_k) * k).mT)
-
-    @torch.no_grad()
-    def load_slice(self, other: DynamicProjection) -> None:
-        """Take the first columns of `other`, whose n/k is the same: windows are where they were."""
-        self.weight.copy_(other.weight[:, : self.weight.shape[1]])
-
-    def extra_repr(self) -> str:
-        return f"channels={self.weight.shape[0]}, k={self.weight.shape[1]}"
+    def windows(self, tokens: Tensor, k: int, fill: float = 0.0) -> Tensor:
+        """Cut `tokens` (..., n, d) into windows (..., slots, n/k, d), the last one padded with `fill`."""
+        size, slots = self.max_length // k, self.num_slots(tokens.shape[-2], k)
+        missing = slots * size - tokens.shape[-2]
+        return functional.pad(tokens, (0, 0, 0, missing), value=fill).unflatten(-2, (slots, size))
 
 
-class ConvProjection(nn.Module):
-    """A learned kernel, (n/k, d_head), which starts as mean pooling.
+class ConvProjection(WindowProjection):
+    """A depthwise convolution with kernel and stride n/k, (n/k, d_head), which starts as mean pooling.
 
     Args:
         max_length: n.
         projected_length: k, which divides n.
+        num_heads: if set, one kernel for each of so many heads: (h, n/k, d_head).
         head_dim: d_head; each channel has its own kernel.
     """
 
-    def __init__(self, max_length: int, projected_length: int, head_dim: int) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.empty(max_length // projected_length, head_dim))
+    commutes = False
+
+    def __init__(self, max_length: int, projected_length: int, num_heads: int | None, head_dim: int) -> None:
+        super().__init__(max_length)
+        heads = () if num_heads is None else (num_heads,)
+        self.kernel = nn.Parameter(torch.empty(*heads, max_length // projected_length, head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.kernel, 1 / len(self.kernel))
+        nn.init.constant_(self.kernel, 1 / self.kernel.shape[-2])
 
     def forward(self, seq_len: int) -> Tensor:
-        """The kernel, whatever the length."""
         return self.kernel
 
-    @torch.no_grad()
-    def load_resampled(self, other: ConvProjection) -> None:
-        """Take the kernel of `other`, stretched to this one's size with its sums kept."""
-        offsets = overlap(len(self.kernel), len(other.kernel)) * len(other.kernel)
-        self.kernel.copy_(offsets @ other.kernel.cpu().double())
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        assert weights is not None
+        windows = self.windows(tokens, k)  # (b, h, k, n/k, d_head)
+        return (windows * weights.unsqueeze(-3)).sum(-2).to(tokens.dtype)
 
     @torch.no_grad()
-    def load_slice(self, other: ConvProjection) -> None:
-        """Take the kernel of `other`, whose n/k is the same."""
-        self.kernel.copy_(other.kernel)
+    def load_resized(self, other: ConvProjection, cut: bool) -> None:  # type: ignore[override]
+        """Stretch the kernel to another size, keeping its sums."""
+        size, old_size = self.kernel.shape[-2], other.kernel.shape[-2]
+        self.kernel.copy_(overlap(size, old_size) * old_size @ other.kernel.cpu().double())
 
     def extra_repr(self) -> str:
-        return f"size={len(self.kernel)}, channels={self.kernel.shape[1]}"
+        return str(tuple(self.kernel.shape))
+
+
+class MeanProjection(WindowProjection):
+    """The mean of each window. Padding does not count."""
+
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        windows = self.windows(tokens, k)  # (b, k, n/k, d)
+        slots, size = windows.shape[-3:-1]
+        end = tokens.shape[-2] if lengths is None else lengths[:, None]
+        counts = (end - size * torch.arange(slots, device=tokens.device)).clamp(1, size)  # (k,) or (b, k)
+        # The sum over a long window can exceed the range of float16.
+        totals = windows.sum(-2, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        return (totals / counts[..., None]).to(tokens.dtype)
+
+
+class MaxProjection(WindowProjection):
+    """The maximum of each window. Padding does not count."""
+
+    commutes = False
+
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        lowest = torch.finfo(tokens.dtype).min
+        if lengths is not None:
+            padding = torch.arange(tokens.shape[-2], device=tokens.device) >= lengths[:, None]  # (b, n)
+            tokens = tokens.masked_fill(padding[:, None, :, None], lowest)
+        maxima = self.windows(tokens, k, fill=lowest).amax(-2)  # (b, h, k, d_head)
+        return torch.where(maxima == lowest, 0, maxima)  # a window without real tokens
+
+
+class IdentityProjection(Projection):
+    """No projection: each token has its own slot, as in the standard Transformer."""
+
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        return tokens
+
+    def slot_mask(self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+        return None if lengths is None else torch.arange(seq_len, device=device) < lengths[:, None]
+
+
+class NoProjection(Projection):
+    """No slots at all: there is only the local window."""
+
+    def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
+        return tokens[..., :0, :]
+
+    def slot_mask(self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+        return None
+
+
+WITHOUT_WEIGHTS = {
+    "mean": MeanProjection,
+    "max": MaxProjection,
+    "identity": IdentityProjection,
+    "none": NoProjection,
+}
+
+
+class ReadyProjection(NamedTuple):
+    """E or F of one layer, ready to apply to its tokens.
+
+    It holds tensors instead of modules, so that data parallelism, offloading and checkpointing can move and track what
+    a layer is given.
+
+    Attributes:
+        shorten: the arithmetic, `Projection.shorten`.
+        k: the projected length.
+        weights: E or a kernel, if there are weights.
+        lengths: the number of real tokens of each row, (b,).
+        mask: which slots are live, (b or 1, 1, 1, k); `None` if all of them are.
+        num_heads: h.
+        commutes: whether E can be applied before W.
+    """
+
+    shorten: Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
+    k: int
+    weights: Tensor | None
+    lengths: Tensor | None
+    mask: Tensor | None
+    num_heads: int
+    commutes: bool
+
+    def __call__(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head)."""
+        if self.commutes:  # (Eᵀ x) W costs k rows of W instead of n
+            return split_heads(linear(self.shorten(x, self.k, self.weights, self.lengths)), self.num_heads)
+        tokens, bias = apply_without_bias(linear, x, self.num_heads)
+        return self.shorten(tokens, self.k, self.weights, self.lengths) + bias
+
+
+class MixedProjection(NamedTuple):
+    """E or F of one layer whose heads have different k: one `ReadyProjection` for each k.
+
+    Attributes:
+        parts: the projections.
+        heads: the numbers of the heads that each of them serves.
+        mask: which slots are live, (b or 1, h, 1, k) with the largest k.
+    """
+
+    parts: tuple[ReadyProjection, ...]
+    heads: tuple[tuple[int, ...], ...]
+    mask: Tensor | None
+
+    def __call__(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head), where heads with a smaller k are padded with zeros."""
+        results = []
+        num_heads = sum(map(len, self.heads))
+        for E, heads in zip(self.parts, self.heads, strict=True):
+            if E.commutes:
+                results.append(take(split_heads(linear(E.shorten(x, E.k, E.weights, E.lengths)), num_heads), heads))
+            else:
+                tokens, bias = apply_without_bias(linear, x, num_heads)
+                results.append(E.shorten(take(tokens, heads), E.k, E.weights, E.lengths) + take(bias, heads, dim=0))
+        return join_heads(results, self.heads)
+
+
+def project(
+    x: Tensor,
+    E: ReadyProjection | MixedProjection,
+    F: ReadyProjection | MixedProjection,
+    key: nn.Linear,
+    value: nn.Linear,
+) -> tuple[Tensor, Tensor]:
+    """`E(x, key), F(x, value)`: the projected keys and values, (b, h, k, d_head) each."""
+    if isinstance(E, MixedProjection) or isinstance(F, MixedProjection):
+        return E(x, key), F(x, value)
+    if not E.commutes or E.weights is not F.weights:
+        return E(x, key), F(x, value)
+    shortened = E.shorten(x, E.k, E.weights, E.lengths)  # E = F: once for keys and values
+    return split_heads(key(shortened), E.num_heads), split_heads(value(shortened), E.num_heads)
 
 
 class Projections(nn.ModuleList):
-    """All projections of a model that are learned: 2·layers·heads, 2·layers, layers or 1 of them, or none.
+    """The projections of a model: 2·layers·heads, 2·layers, layers or 1 learned matrices, or none.
 
     Args:
         projected_lengths: k of each head of each layer.
         max_length: n.
         head_dim: d_head.
-        projection, sharing, init, scale: the fields `projection`, `sharing`, `projection_init` and
-            `projection_scale` of `LinformerConfig`.
-        shifts: by how many rows the E and F of each layer are moved down. The first row stands for all tokens before:
-            the first window has more of them, each with the weight of one, and the last window less.
+        projection, sharing, init: the fields `projection`, `sharing` and `projection_init` of `LinformerConfig`.
+        scale: c; E learns at the relative rate s = c·k/n, with the largest k.
+        shifts: by how many rows E and F are moved down in each layer. The first row stands for all tokens before it,
+            so the first window grows and the last one shrinks.
     """
 
     def __init__(
@@ -169,69 +364,136 @@ class Projections(nn.ModuleList):
         projection: str,
         sharing: str,
         init: str,
-        scale: float | None,
+        scale: float,
         shifts: Sequence[int],
     ) -> None:
-        largest = [max(heads) for heads in projected_lengths]
-        match sharing:
-            case "none":
-                sizes = [k for heads in projected_lengths for _ in ("E", "F") for k in heads]
-            case "headwise":
-                sizes = [k for k in largest for _ in ("E", "F")]
-            case "key-value":
-                sizes = largest
-            case _:
-                sizes = [max(largest)]
-        match projection:
-            case "linear":
-                assert scale is not None
-                modules: list[nn.Module] = [LinearProjection(max_length, k, init, scale) for k in sizes]
-            case "conv":
-                modules = [ConvProjection(max_length, k, head_dim) for k in sizes]
-            case "dynamic":
-                channels = head_dim if sharing == "none" else head_dim * len(projected_lengths[0])
-                modules = [DynamicProjection(channels, k) for k in sizes]
-            case _:
-                modules = []
-        super().__init__(modules)
-        self.sharing = sharing
-        self.shifts = list(shifts)
-        self.num_heads = len(projected_lengths[0])
+        super().__init__()
+        self.max_length = max_length
+        self.scale = scale
+        self.shifts = tuple(shifts)
+        self.groups = [group_heads(lengths) for lengths in projected_lengths]  # (k, heads) of each layer
+        self.owners: list[tuple[list[int], list[int]]] = []  # the module of each group, for E and F of each layer
+        largest = max(k for lengths in projected_lengths for k in lengths)
 
-    def forward(self, seq_len: int) -> list[tuple[Weights, Weights]]:
-        """E and F of each layer for `seq_len` tokens; each is made once, however many layers share it."""
-        if not len(self):
-            return [(None, None)] * len(self.shifts)
+        def add(k: int, num_heads: int | None = None) -> int:
+            if projection == "linear":
+                s = scale * largest / max_length
+                self.append(LinearProjection(max_length, k, num_heads, init=init, scale=s))
+            elif projection == "conv":
+                self.append(ConvProjection(max_length, k, num_heads, head_dim))
+            else:
+                self.append(WITHOUT_WEIGHTS[projection](max_length))
+            return len(self) - 1
+
+        for layer, groups in enumerate(self.groups):
+            k = max(k for k, _ in groups)
+            if sharing == "layerwise" or projection in WITHOUT_WEIGHTS:
+                E = F = [0 if layer else add(largest)] * len(groups)
+            elif sharing == "key-value":
+                E = F = [add(k)] * len(groups)
+            elif sharing == "headwise":
+                E, F = ([add(k)] * len(groups) for _ in ("E", "F"))
+            else:
+                E, F = ([add(k, len(heads)) for k, heads in groups] for _ in ("E", "F"))
+            self.owners.append((E, F))
+
+    def forward(
+        self, seq_len: int, lengths: Tensor | None, device: torch.device
+    ) -> list[tuple[ReadyProjection | MixedProjection, ReadyProjection | MixedProjection]]:
+        """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
+        windows: dict[int, Tensor] = {}  # E₀, once for each k
+        weights, masks = [], {}
         most = max(self.shifts) if seq_len else 0
-        every = [module(seq_len) for module in self]
-        if most:  # each layer sees a part of what this makes
-            every = [torch.cat([E[:1].expand(most, -1), E]) for E in every]
+        for module in self:
+            if isinstance(module, LinearProjection) and module.init == "window":
+                delta = module.delta
+                if (k := delta.shape[-1]) not in windows:
+                    windows[k] = window_matrix(self.max_length, k, seq_len, delta.device, delta.dtype)
+                E = module(seq_len, windows[k])
+            else:
+                E = module(seq_len)
+            # Each layer reads its rows of E from its own offset.
+            weights.append(torch.cat([E[:1].expand(most, *E.shape[1:]), E]) if most else E)
 
-        def part(E: Tensor, shift: int) -> Tensor:
-            return E.narrow(0, most - shift, seq_len) if most else E
-
-        pairs: list[tuple[Weights, Weights]] = []
-        h = self.num_heads
-        for layer, shift in enumerate(self.shifts):
-            E: Weights
-            F: Weights
-            match self.sharing:
-                case "none":
-                    own = [part(E, shift) for E in every[2 * h * layer : 2 * h * (layer + 1)]]
-                    E, F = _stacked(own[:h]), _stacked(own[h:])
-                case "headwise":
-                    E, F = part(every[2 * layer], shift), part(every[2 * layer + 1], shift)
-                case "key-value":
-                    E = F = part(every[layer], shift)
-                case _:
-                    E = F = part(every[0], shift)
-            pairs.append((E, F))
+        pairs = []
+        for shift, groups, owners in zip(self.shifts, self.groups, self.owners, strict=True):
+            sides = []
+            for modules in owners[:1] if owners[0] is owners[1] else owners:
+                parts = []
+                for (k, heads), i in zip(groups, modules, strict=True):
+                    E = weights[i].narrow(0, most - shift, seq_len) if most else weights[i]
+                    if E is not None and self[i].commutes and E.shape[-1] != k:
+                        E = self[i].columns(E, k)
+                    if (k, shift) not in masks:
+                        mask = self[i].slot_mask(seq_len, k, shift, lengths, device)
+                        masks[k, shift] = None if mask is None else mask[:, None, None, :]
+                    commutes = self[i].commutes and (E is None or E.dim() == 2)
+                    parts.append(
+                        ReadyProjection(self[i].shorten, k, E, lengths, masks[k, shift], len(heads), commutes)
+                    )
+                sides.append(parts[0] if len(parts) == 1 else mixed(parts, [heads for _, heads in groups], device))
+            pairs.append((sides[0], sides[-1]))
         return pairs
 
 
-def _stacked(weights: list[Tensor]) -> Weights:
-    """One tensor (h, n, k) for the heads of a layer, or a list of them where k differs."""
-    return torch.stack(weights) if all(w.shape == weights[0].shape for w in weights) else weights
+def mixed(parts: list[ReadyProjection], heads: list[tuple[int, ...]], device: torch.device) -> MixedProjection:
+    """Join the projections of heads with different k."""
+    masks = []
+    for E in parts:
+        mask = torch.ones(1, 1, 1, E.k, dtype=torch.bool, device=device) if E.mask is None else E.mask
+        masks.append(mask.mT.expand(-1, E.num_heads, -1, -1))
+    rows = max(len(mask) for mask in masks)
+    mask = join_heads([mask.expand(rows, -1, -1, -1) for mask in masks], heads).mT
+    return MixedProjection(tuple(parts), tuple(heads), mask)
+
+
+def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """The heads of a layer by their k."""
+    return [
+        (k, tuple(head for head, length in enumerate(projected_lengths) if length == k))
+        for k in dict.fromkeys(projected_lengths)
+    ]
+
+
+def take(tensor: Tensor, heads: Sequence[int], dim: int = 1) -> Tensor:
+    """Some heads of `tensor`; a view if they are adjacent."""
+    if heads[-1] - heads[0] + 1 == len(heads):
+        return tensor.narrow(dim, heads[0], len(heads))
+    # Indexing with a list would copy it to the device each time.
+    return torch.stack([tensor.select(dim, head) for head in heads], dim)
+
+
+def join_heads(parts: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Tensor:
+    """Join parts (b, some heads, slots, d) in the order of the heads, with slots padded with zeros to the most."""
+    slots = max(part.shape[2] for part in parts)
+    by_head = {
+        head: functional.pad(part[:, i], (0, 0, 0, slots - part.shape[2]))
+        for part, own in zip(parts, heads, strict=True)
+        for i, head in enumerate(own)
+    }
+    return torch.stack([by_head[head] for head in range(len(by_head))], 1)
+
+
+def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
+    """(b, n, d) to (b, h, n, d_head)."""
+    return tokens.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def apply_without_bias(linear: nn.Linear, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """$x W$ (b, h, n, d_head) and b (h, 1, d_head): the bias is added after projecting."""
+    if is_plain(linear, x):
+        tokens, bias = functional.linear(x, linear.weight), linear.bias
+    else:
+        bias = linear(x.new_zeros(x.shape[-1]))
+        tokens = linear(x) - bias
+    tokens = split_heads(tokens, num_heads)
+    return tokens, bias.unflatten(0, (num_heads, 1, -1)).to(tokens.dtype)
+
+
+def is_plain(linear: nn.Linear, tokens: Tensor) -> bool:
+    """Whether a layer is nothing but its weights: an adapted, offloaded or hooked layer must be called."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and linear.weight.device == tokens.device and not hooked
 
 
 def window_matrix(

@@ -1,4 +1,4 @@
-"""Positions as ranks: a token's position is its rank among the real tokens of its row, whatever the padding."""
+"""Positions as ranks: a token's position is its rank among the real tokens of its row, wherever the padding is."""
 
 from __future__ import annotations
 
@@ -9,52 +9,47 @@ from torch import Tensor
 
 
 class Ranks(NamedTuple):
-    """Which tokens of a batch are real, and in which order they stand.
+    """How to sort each row of a batch by rank, with the real tokens first and the padding last.
 
     Attributes:
-        mask: true at real tokens, (b, n).
-        lengths: the number of real tokens in each row, (b,).
-        places: where each token belongs when a row is sorted by rank with its padding last, (b, n); `None` in a
-            batch that is sorted already.
-        order: the token that belongs in each place, (b, n): the inverse of `places`.
+        mask: true at real tokens of the sorted batch, (b, n).
+        lengths: the number of real tokens of each row, (b,).
+        places: the place of each token in the sorted row, (b, n).
+        order: the token at each place of the sorted row, (b, n): the inverse of `places`.
     """
 
     mask: Tensor
     lengths: Tensor
-    places: Tensor | None = None
-    order: Tensor | None = None
+    places: Tensor
+    order: Tensor
 
     @classmethod
     def of(cls, mask: Tensor) -> Ranks:
         mask = mask.bool()
         lengths = mask.sum(1)
-        # A permutation of each row, found without sorting: real tokens by rank, padding behind them.
+        # A permutation of each row, found without sorting: real tokens by rank, then padding.
         places = torch.where(mask, mask.cumsum(1) - 1, lengths[:, None] + (~mask).cumsum(1) - 1)
-        positions = torch.arange(mask.shape[1], device=mask.device).expand_as(places)
-        return cls(mask, lengths, places, torch.zeros_like(places).scatter(1, places, positions))
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        order = torch.zeros_like(places).scatter(1, places, positions.expand_as(places))
+        return cls(positions < lengths[:, None], lengths, places, order)
 
-    def sorted(self) -> Ranks:
-        """The ranks of the same batch after `move_to_front`."""
-        positions = torch.arange(self.mask.shape[1], device=self.mask.device)
-        return Ranks(positions < self.lengths[:, None], self.lengths)
+    def sort(self, tokens: Tensor) -> Tensor:
+        """Sort each row of `tokens`, (b, n) or (b, n, ...), by rank."""
+        return take_rows(tokens, self.order)
 
-
-def move_to_front(tokens: Tensor, ranks: Ranks) -> Tensor:
-    """Sort each row of `tokens`, (b, n) or (b, n, d), by rank: its real tokens first, in their order."""
-    return tokens if ranks.order is None else _take(tokens, ranks.order)
-
-
-def move_back(tokens: Tensor, ranks: Ranks) -> Tensor:
-    """Undo `move_to_front`."""
-    return tokens if ranks.places is None else _take(tokens, ranks.places)
+    def restore(self, tokens: Tensor) -> Tensor:
+        """Undo `sort`."""
+        return take_rows(tokens, self.places)
 
 
-def zero_padding(tokens: Tensor, ranks: Ranks | None) -> Tensor:
-    """Set `tokens` (b, n, d) to 0 at padding, if there may be any: a choice, not a product, since 0 · NaN is NaN."""
-    return tokens if ranks is None else torch.where(ranks.mask[..., None], tokens, 0)
+def take_rows(tokens: Tensor, index: Tensor) -> Tensor:
+    """`tokens[i, index[i]]` for each row i, (b, n, ...)."""
+    index = index.to(tokens.device)  # they differ where layers are spread over several devices
+    for _ in tokens.shape[2:]:
+        index = index.unsqueeze(-1)
+    return tokens.gather(1, index.expand(-1, -1, *tokens.shape[2:]))
 
 
-def _take(tokens: Tensor, index: Tensor) -> Tensor:
-    if tokens.dim() == 3:
-        index = index[..., None].expand(-1, -1, tokens.shape[-1])
-    return tokens.gather(1, index.to(tokens.device))  # another one where layers are spread over several
+def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Set `tokens` (b, n, d) to 0 where `mask` (b, n) is false: a choice, not a product, since 0 · NaN is NaN."""
+    return tokens if mask is None else torch.where(mask[..., None], tokens, 0)

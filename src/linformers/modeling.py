@@ -1,0 +1,624 @@
+"""The Linformer encoder and its heads: embeddings → layer → model → heads, in the order in which data flows."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import EF, TRITON, ProjectedAttention, checked_ranks
+from .checks import check_tensor, did_you_mean, nearest_name, refuse_length
+from .config import NO_CAUSAL, LinformerConfig
+from .errors import UserError
+from .ops.gelu import gelu
+from .ops.linear_gelu import linear_gelu, serves
+from .ops.ranks import zero_padding
+from .projections import ConvProjection, LinearProjection, is_plain
+from .resizing import build_projections, check_checkpoint, refuse_other_length, resize_length
+
+logger = logging.get_logger(__name__)
+
+IGNORED = -100  # the label of a position that does not count, as everywhere in transformers
+
+# Keyword arguments of transformers that an encoder understands, and those that a Linformer must refuse.
+KNOWN_ARGUMENTS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch")
+REFUSED_ARGUMENTS = {
+    "is_causal": NO_CAUSAL,
+    "position_ids": "a token's position is its rank in attention_mask",
+    "encoder_hidden_states": "the model is an encoder; the layer LinformerAttention takes a context",
+}
+
+
+class PositionEmbeddings(nn.Embedding):
+    """Learned positions that may start as waves, as in Vaswani et al. (2017)."""
+
+    def waves(self, longest: float, std: float) -> Tensor:
+        """Sines in the even channels and cosines in the odd ones, scaled to a root mean square of `std`, (n, d).
+
+        Args:
+            longest: the wavelengths grow from 2π to 2π times this.
+            std: the scale.
+        """
+        n, d = self.weight.shape
+        channels = torch.arange(d)
+        angles = torch.arange(n)[:, None] / longest ** ((channels - channels % 2) / d)
+        return torch.where(channels % 2 == 0, angles.sin(), angles.cos()) * (std * math.sqrt(2))
+
+
+class LinformerEmbeddings(nn.Module):
+    """The sum of word, position and token type embeddings, normalized."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, d, padding_idx=config.pad_token_id)
+        self.position_embeddings = PositionEmbeddings(config.max_position_embeddings, d)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
+        self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        name, ids = "input_ids", input_ids
+        try:
+            words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)  # (b, n, d)
+            assert words is not None
+            positions = torch.arange(words.shape[1], device=words.device)  # rows are sorted, so position is rank
+            name, ids = "token_type_ids", torch.zeros_like(positions) if token_type_ids is None else token_type_ids
+            types = self.token_type_embeddings(ids)
+        except IndexError:  # raised on the CPU only
+            assert ids is not None
+            count = (self.word_embeddings if name == "input_ids" else self.token_type_embeddings).num_embeddings
+            raise UserError(
+                f"{name} ranges from {ids.min().item()} to {ids.max().item()}, expected 0 to {count - 1}"
+            ) from None
+        embeddings = words + types + self.position_embeddings(positions)
+        # Padding may hold NaN, which must not reach the norm; and the norm turns 0 into its bias.
+        embeddings = self.norm(zero_padding(embeddings, mask))
+        return zero_padding(self.dropout(embeddings), mask)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation in between, applied to each token.
+
+    The tensor between them is the largest of the model. Without gradients, tokens go through in chunks to save memory.
+    """
+
+    chunk_size = 16384  # tokens: enough to keep a GPU busy
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__()
+        self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = gelu if config.hidden_act == "gelu" else ACT2FN[config.hidden_act]
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        if config.chunk_size_feed_forward:
+            self.chunk_size = config.chunk_size_feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, tokens = self.intermediate, x.shape[:-1].numel()
+        # A compiler plans memory itself, and a loop over chunks would fix the number of tokens.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and tokens > self.chunk_size:
+            return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
+        if self.activation is gelu and is_plain(linear, x) and serves(x, linear):
+            return self.output(linear_gelu(x, linear.weight, linear.bias))
+        return self.output(self.activation(linear(x)))
+
+
+class LinformerLayer(GradientCheckpointingLayer):
+    """Attention onto projected keys and values, then a feed-forward network, each with a residual and a LayerNorm.
+
+    Attention expects zeros at padding. Setting them right after a norm lets a compiler fuse the two.
+    """
+
+    def __init__(self, config: LinformerConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.attention = ProjectedAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.attention_probs_dropout_prob,
+            config.local_windows[layer_idx],
+        )
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self, x: Tensor, E: EF, F: EF, mask: Tensor | None, lengths: Tensor | None, attn_implementation: str
+    ) -> Tensor:
+        """Map hidden states (b, n, d) to hidden states; `mask` (b, n) and `lengths` (b,) describe the real tokens."""
+        attend = {"lengths": lengths, "attn_implementation": attn_implementation}
+        if self.norm_first:
+            attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **attend)
+            x = x + self.dropout(attended)
+            return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        attended, _ = self.attention(x, E, F, **attend)
+        x = self.attention_norm(x + self.dropout(attended))
+        return zero_padding(self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), mask)
+
+
+class LinformerPreTrainedModel(PreTrainedModel):
+    """What all Linformer models share: initialization, loading, saving, and resizing."""
+
+    config_class = LinformerConfig
+    base_model_prefix = "linformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["LinformerEmbeddings", "LinformerLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs: ClassVar = {"hidden_states": LinformerLayer, "attentions": ProjectedAttention}
+
+    def __init__(self, config: LinformerConfig, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(config, LinformerConfig):
+            raise TypeError(
+                f"{type(self).__name__} takes a LinformerConfig, not {type(config).__name__}; "
+                "linformers.convert.from_roberta converts a RoBERTa model"
+            )
+        config.check_buildable()  # fields may have been assigned since it was created
+        super().__init__(config, *args, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation is None and torch.cuda.is_available():
+            attn_implementation = TRITON
+        if attn_implementation == "triton":
+            attn_implementation = TRITON
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LinearProjection | ConvProjection):
+            module.reset_parameters()
+        elif isinstance(module, PositionEmbeddings) and self.config.position_init != "normal":
+            longest = 10000 if self.config.position_init == "sinusoidal" else len(module.weight)
+            init.copy_(module.weight, module.waves(longest, self.config.initializer_range))
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialize as transformers does; then, with `initial_self_score`, copy queries to keys."""
+        # transformers does not call `_init_weights` for modules without weights of their own.
+        new = [module for module in self.modules() if not hasattr(module, "_is_hf_initialized")]
+        super().initialize_weights()
+        config = self.config
+        if config.initial_self_score is None or not hasattr(self.base_model, "layers"):
+            return
+        for layer, lengths in zip(self.base_model.layers, config.projected_lengths, strict=True):
+            attention = layer.attention
+            if attention not in new:
+                continue
+            # A normalized token x has |x|² = d, so its score with itself is std² d √d_head for a key of its own; the
+            # mean of n/k tokens needs √(n/k) times as much.
+            tokens_per_key = 1 if attention.local_window else config.max_position_embeddings / max(lengths)
+            score = config.initial_self_score * math.sqrt(tokens_per_key)
+            init.normal_(attention.query.weight, std=math.sqrt(score / (config.hidden_size * attention.head_dim**0.5)))
+            init.copy_(attention.key.weight, attention.query.weight)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model; see `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            UserError: the checkpoint is for another n or k than requested, or its weights would mean something else.
+        """
+        if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
+            with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
+                check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save a model; see `PreTrainedModel.save_pretrained`.
+
+        The saved config has the values of k and `projection_scale` that the weights were trained with, even where they
+        were left to their defaults.
+        """
+        config, projections = self.config, self.base_model.projections
+        left_open = {name: getattr(config, name) for name in ("projected_length", "projection_scale")}
+        try:
+            if config.projection == "linear":
+                config.projection_scale = projections.scale
+            if config.projected_length is None and config.projection not in ("identity", "none"):
+                config.projected_length = config.largest_projected_length
+            super().save_pretrained(*args, **kwargs)
+        finally:
+            for name, value in left_open.items():
+                setattr(config, name, value)
+
+    def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
+        """Make a trained model accept sequences of up to `max_length` tokens.
+
+        If n shrinks and n/k stays the same, rows and columns of E are cut off and outputs do not change, except with
+        `projection_init="gaussian"`, where every token belongs to every slot. Otherwise E and the positions are
+        interpolated, and a little training helps. Create a new optimizer afterwards.
+
+        Args:
+            max_length: the new n.
+            projected_length: the new k, in any form that `LinformerConfig` accepts; `None` keeps it.
+        """
+        resize_length(self, max_length, projected_length)
+
+
+class LinformerModel(LinformerPreTrainedModel):
+    """The Linformer encoder, from tokens to hidden states.
+
+    A token's position is its rank among the real tokens of its row. The model sorts each row by rank, real tokens
+    first, and restores the order at the end, so padding may be on either side or in between.
+    """
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__(config)
+        self.embeddings = LinformerEmbeddings(config)
+        self.projections = build_projections(config)
+        self.layers = nn.ModuleList(LinformerLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
+        self.gradient_checkpointing = False
+        self.register_load_state_dict_pre_hook(refuse_other_length)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encode a batch.
+
+        Args:
+            input_ids: token ids, (b, n).
+            attention_mask: 1 at real tokens and 0 at padding, (b, n), in any arrangement.
+            token_type_ids: segment ids, (b, n).
+            inputs_embeds: embeddings to use instead of `input_ids`, (b, n, d).
+            **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `num_items_in_batch`.
+        """
+        tokens = self.check_inputs(input_ids, token_type_ids, inputs_embeds, kwargs)
+        ranks = checked_ranks("attention_mask", attention_mask, tokens)
+        inputs = (input_ids, token_type_ids, inputs_embeds)
+        if ranks is None:
+            return self.encode(*inputs, None, None, return_dict=True, **kwargs)
+        inputs = (None if x is None else ranks.sort(x) for x in inputs)
+        outputs = self.encode(*inputs, ranks.mask, ranks.lengths, return_dict=True, **kwargs)
+        for name, value in outputs.items():
+            if name == "last_hidden_state":
+                outputs[name] = ranks.restore(value)
+            else:  # hidden states (b, n, d) or attentions (b, h, n, k) of all layers
+                axis = 1 if name == "hidden_states" else 2
+                outputs[name] = tuple(ranks.restore(x.transpose(1, axis)).transpose(1, axis) for x in value)
+        return outputs
+
+    @capture_outputs
+    def encode(
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        mask: Tensor | None,
+        lengths: Tensor | None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encode rows that are sorted by rank; `mask` (b, n) and `lengths` (b,) describe their real tokens."""
+        attn_implementation = self.config._attn_implementation
+        if (self.config.output_attentions if output_attentions is None else output_attentions) and (
+            attn_implementation != "eager"
+        ):
+            logger.warning_once(f"output_attentions=True: attn_implementation='eager' replaces {attn_implementation!r}")
+            attn_implementation = "eager"
+        hidden_states = self.embeddings(input_ids, token_type_ids, inputs_embeds, mask)  # (b, n, d)
+        projections = self.projections(hidden_states.shape[1], lengths, hidden_states.device)
+        for layer, (E, F) in zip(self.layers, projections, strict=True):
+            hidden_states = layer(hidden_states, E, F, mask, lengths, attn_implementation)
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def check_inputs(
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Check all arguments but the mask; return the one of `input_ids` and `inputs_embeds` that was given."""
+        for name, value in list(kwargs.items()):
+            if name in KNOWN_ARGUMENTS:
+                continue
+            if value is None or value is False:  # asks for nothing
+                del kwargs[name]
+            elif name in REFUSED_ARGUMENTS:
+                raise UserError(f"{name} is not possible: {REFUSED_ARGUMENTS[name]}")
+            else:
+                names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
+                raise TypeError(f"a Linformer takes no argument {name!r}{did_you_mean(nearest_name(name, names))}")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("pass exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            name, tokens = "input_ids", input_ids
+            check_tensor(name, tokens, ("batch", "length"), integer=True)
+        else:
+            name, tokens = "inputs_embeds", inputs_embeds
+            check_tensor(name, tokens, ("batch", "length", self.config.hidden_size))
+            weight = self.embeddings.token_type_embeddings.weight
+            if tokens.dtype == torch.float64 and weight.dtype != torch.float64:
+                raise UserError(f"inputs_embeds has type {tokens.dtype}, but the model has {weight.dtype}: convert one")
+        assert tokens is not None
+        if token_type_ids is not None:
+            check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], integer=True)
+        if tokens.shape[1] > self.config.max_position_embeddings:
+            longer = self.config.next_valid_length(tokens.shape[1])
+            refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, f"call model.resize_length({longer})")
+        return tokens
+
+
+class MaskedLMHead(nn.Module):
+    """From hidden states to scores of all words, through the (tied) word embeddings."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.decoder(self.norm(gelu(self.dense(hidden_states))))
+
+
+class LinformerForMaskedLM(LinformerPreTrainedModel):
+    """Linformer that predicts masked words."""
+
+    _tied_weights_keys: ClassVar = {"head.decoder.weight": "linformer.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        self.head = MaskedLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.head.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Score the words at each position; see `LinformerModel.forward` for the other arguments.
+
+        Args:
+            labels: the words to predict, (b, n), with -100 where nothing is to be predicted. With
+                `config.sparse_prediction`, the logits are those of the labeled positions, (labeled, vocab).
+        """
+        outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        if labels is not None:
+            labels = check_labels("labels", labels, hidden_states.shape[:2], self.config.vocab_size)
+            labels = labels.to(hidden_states.device)
+        if labels is not None and self.config.sparse_prediction:
+            labeled = (labels != IGNORED).flatten().nonzero().squeeze(1)
+            hidden_states, labels = hidden_states.flatten(0, 1)[labeled], labels.flatten()[labeled]
+        logits = self.head(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+
+
+class ClassificationHead(nn.Module):
+    """From one hidden state per text to scores of all labels."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__()
+        self.dropout = classifier_dropout(config)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.dense(self.dropout(hidden_states)).tanh()
+        return self.output(self.dropout(hidden_states))
+
+
+class LinformerForSequenceClassification(LinformerPreTrainedModel):
+    """Linformer that labels or scores a whole text."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.linformer = LinformerModel(config)
+        self.classifier = ClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Score the labels of each text; see `LinformerModel.forward` for the other arguments.
+
+        Args:
+            labels: class ids (b,), or values (b,) where `config.num_labels` is 1, or (b, labels) for several at once:
+                values with `config.problem_type="regression"`, otherwise 0 or 1 for each.
+        """
+        outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
+        pool = mean_of_real_tokens if self.config.classifier_pooling == "mean" else first_real_token
+        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            labels = self.check_labels(labels, logits)
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+
+    def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Class ids (b,), values (b,) where there is one label, or floats (b, labels) for several at once."""
+        batch, count = logits.shape
+        kind = self.config.problem_type
+        two_dims = isinstance(labels, Tensor) and labels.dim() == 2
+        several = kind == "multi_label_classification" or (kind == "regression" and count > 1)
+        if several or (kind is None and count > 1 and two_dims and labels.is_floating_point()):
+            check_tensor("labels", labels, (batch, count))
+            return labels.to(logits.dtype)
+        if two_dims:
+            check_tensor("labels", labels, (batch, 1))
+            labels = labels.squeeze(1)
+        if count == 1:
+            check_tensor("labels", labels, (batch,))
+            return labels
+        return check_labels("labels", labels, (batch,), count)
+
+
+class LinformerForTokenClassification(LinformerPreTrainedModel):
+    """Linformer that labels each token."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.linformer = LinformerModel(config)
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Score the labels of each token; see `LinformerModel.forward` for the other arguments.
+
+        Args:
+            labels: class ids, (b, n), with -100 where a token does not count.
+        """
+        outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            labels = check_labels("labels", labels, logits.shape[:2], self.num_labels)
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+
+
+class LinformerForQuestionAnswering(LinformerPreTrainedModel):
+    """Linformer that finds the span of a text that answers a question."""
+
+    def __init__(self, config: LinformerConfig) -> None:
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Score each token as start and end of the answer; see `LinformerModel.forward` for the other arguments.
+
+        Args:
+            start_positions: the index of the first token of the answer, (b,); n or more if it is not in the text.
+            end_positions: the index of its last token, (b,).
+        """
+        outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
+        start_logits, end_logits = self.classifier(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if (start_positions is None) != (end_positions is None):
+            missing = "start_positions" if start_positions is None else "end_positions"
+            raise UserError(f"{missing} is missing: an answer has a start and an end")
+        if start_positions is not None and end_positions is not None:
+            batch = start_logits.shape[:1]
+            start_positions = check_labels("start_positions", start_positions.flatten(), batch)
+            end_positions = check_labels("end_positions", end_positions.flatten(), batch)
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(
+            loss, start_logits.contiguous(), end_logits.contiguous(), outputs.hidden_states, outputs.attentions
+        )
+
+
+def check_labels(name: str, labels: Tensor, shape: Sequence[int], count: int | None = None) -> Tensor:
+    """Labels as int64, once their shape, type and, on the CPU, their range have been checked."""
+    check_tensor(name, labels, shape, integer=True)
+    if count is not None and labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        valid = (labels == IGNORED) | ((labels >= 0) & (labels < count))
+        if not valid.all():
+            raise UserError(f"{name} contains {labels[~valid][0].item()}, expected 0 to {count - 1}, or {IGNORED}")
+    return labels.long()
+
+
+def classifier_dropout(config: LinformerConfig) -> nn.Dropout:
+    own = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if own is None else own)
+
+
+def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+    """The hidden state (b, d) of the first real token of each row."""
+    if not hidden_states.shape[1]:
+        raise UserError("input_ids has length 0: a text needs at least one token to be classified")
+    if mask is None:
+        return hidden_states[:, 0]
+    first = mask.bool().int().argmax(1).to(hidden_states.device)  # (b,)
+    return hidden_states.gather(1, first[:, None, None].expand(-1, 1, hidden_states.shape[2])).squeeze(1)
+
+
+def mean_of_real_tokens(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean (b, d) of the hidden states of the real tokens of each row; 0 if there are none."""
+    if not hidden_states.shape[1]:
+        raise UserError("input_ids has length 0: a text needs at least one token to be classified")
+    if mask is None:
+        return hidden_states.mean(1)
+    real = mask.bool().to(hidden_states.device)[:, :, None]  # (b, n, 1)
+    total = hidden_states.masked_fill(~real, 0).sum(1, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+    return (total / real.sum(1).clamp(min=1)).to(hidden_states.dtype)

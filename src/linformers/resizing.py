@@ -1,0 +1,136 @@
+"""Another n or k for a trained model, and which checkpoints fit a config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+
+from .checks import check_size
+from .config import FIXED_LENGTHS, LinformerConfig
+from .errors import UserError
+from .projections import Projections
+
+# Arguments of `from_pretrained` that locate a checkpoint.
+LOCATION = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Fields without which the weights of a projection mean something else.
+PROJECTION_MEANING = ("sharing", "projection_init", "shifted_windows")
+
+
+def build_projections(config: LinformerConfig) -> Projections:
+    return Projections(
+        config.projected_lengths,
+        config.max_position_embeddings,
+        config.hidden_size // config.num_attention_heads,
+        projection=config.projection,
+        sharing=config.sharing,
+        init=config.projection_init,
+        scale=config.resolved_projection_scale,
+        shifts=config.window_shifts,
+    )
+
+
+@torch.no_grad()
+def resize_length(model: Any, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
+    """Implements `LinformerPreTrainedModel.resize_length`."""
+    check_size("max_length", max_length)
+    old = model.config
+    if projected_length is None and old.projection not in FIXED_LENGTHS:
+        projected_length = old.projected_length or old.largest_projected_length
+        if max_length < (k := old.largest_projected_length):
+            raise UserError(f"max_length={max_length} is below k={k}: pass a new projected_length as well")
+    changes = {"max_position_embeddings": max_length, "projected_length": projected_length}
+    new = LinformerConfig(**{**old.to_dict(), **changes})
+    n, new_n = old.max_position_embeddings, new.max_position_embeddings
+    if (n, old.projected_lengths) == (new_n, new.projected_lengths):
+        return
+    ratios_hold = all(
+        k * new_n == new_k * n
+        for heads, new_heads in zip(old.projected_lengths, new.projected_lengths, strict=True)
+        for k, new_k in zip(heads, new_heads, strict=True)
+    )
+    cut = new_n <= n and ratios_hold
+
+    base = model.base_model
+    with torch.device("meta"):
+        projections = build_projections(new)
+    for projection, source in zip(projections, base.projections, strict=True):
+        for like in source.parameters():
+            projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
+        projection.load_resized(source, cut)
+    base.projections = projections
+    base.embeddings.position_embeddings = resized_embedding(base.embeddings.position_embeddings, new_n, cut)
+    old.max_position_embeddings, old.projected_length = new_n, new.projected_length
+
+
+def resized_embedding(embedding: nn.Embedding, max_length: int, cut: bool) -> nn.Embedding:
+    """The first `max_length` positions, or all of them interpolated to that number."""
+    if cut:
+        weight = embedding.weight[:max_length].clone()
+    else:
+        channels = embedding.weight.mT[None].float()  # (1, d, n)
+        stretched = functional.interpolate(channels, max_length, mode="linear", align_corners=True)
+        weight = stretched[0].mT.to(embedding.weight.dtype).contiguous()
+    return type(embedding).from_pretrained(weight, freeze=not embedding.weight.requires_grad)
+
+
+def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a checkpoint that `from_pretrained(name, **kwargs)` cannot load, or would load with another meaning."""
+    location = {key: value for key, value in kwargs.items() if key in LOCATION}
+    values, _ = LinformerConfig.get_config_dict(name, **location)
+    kind = values.get("model_type")
+    if kind not in (None, LinformerConfig.model_type):
+        remedy = "; load it as such, then call linformers.convert.from_roberta" if kind == "roberta" else ""
+        raise UserError(f"{model_class} cannot be loaded from a checkpoint of model type {kind!r}{remedy}")
+    saved = LinformerConfig.from_pretrained(name, **location)
+    asked = kwargs.get("config") or saved
+    if not isinstance(asked, LinformerConfig):
+        asked = LinformerConfig.from_pretrained(asked, **location)
+    ours, everyones = ({f.name for f in dataclasses.fields(kind)} for kind in (LinformerConfig, PreTrainedConfig))
+    overrides = {key: value for key, value in kwargs.items() if key in ours - everyones}
+    check_compatible(saved, LinformerConfig(**{**asked.to_dict(), **overrides}))
+
+
+def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
+    """Refuse a config under which the weights of a checkpoint do not fit, or would mean something else."""
+    n, same_projection = asked.max_position_embeddings, saved.projection == asked.projection
+    if saved.num_attention_heads != asked.num_attention_heads:
+        raise UserError(
+            f"the checkpoint has num_attention_heads={saved.num_attention_heads}; its weights cannot be split into "
+            f"num_attention_heads={asked.num_attention_heads}"
+        )
+    # Layers that only one of them has are dropped, or initialized.
+    lengths = zip(saved.projected_lengths, asked.projected_lengths, strict=False)
+    if saved.max_position_embeddings != n or (same_projection and any(theirs != ours for theirs, ours in lengths)):
+        k = asked.projected_length or asked.largest_projected_length
+        raise UserError(
+            f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.largest_projected_length}, but n={n}, "
+            f"k={k} was requested; load it as it is, then call model.resize_length({n}, {k})"
+        )
+    meaning = {"norm_first": (saved.norm_first, asked.norm_first)}
+    if same_projection:
+        meaning |= {name: (getattr(saved, name), getattr(asked, name)) for name in PROJECTION_MEANING}
+        if saved.projection == "linear":
+            meaning["projection_scale"] = (saved.resolved_projection_scale, asked.resolved_projection_scale)
+    for name, (theirs, ours) in meaning.items():
+        if theirs != ours:
+            raise UserError(
+                f"the checkpoint was trained with {name}={theirs!r}; with {ours!r} its weights would mean something "
+                f"else: use {name}={theirs!r}"
+            )
+
+
+def refuse_other_length(model: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A hook that replaces torch's list of mismatched shapes with one sentence."""
+    positions = state_dict.get(f"{prefix}embeddings.position_embeddings.weight")
+    max_length = model.config.max_position_embeddings
+    if positions is not None and len(positions) != max_length:
+        raise UserError(
+            f"the checkpoint is for n={len(positions)}, the model for n={max_length}; load it into a model for "
+            f"n={len(positions)}, then call model.resize_length({max_length})"
+        )
