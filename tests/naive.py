@@ -1,88 +1,101 @@
-"""Linformer attention written a second time, one row, head and slot after the other, straight from its definition."""
+"""Linformer attention a second time: straight from `reference.linformer_attention`, one row and head at a time."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from linformers.attention import ProjectedAttention
-from linformers.maps import (
-    ConvMap,
-    DynamicMap,
-    IdentityMap,
-    LinearMap,
-    MaxMap,
-    MeanMap,
-    NoMap,
-    SequenceMap,
-    Weights,
+from linformers.attention import EF, ProjectedAttention
+from linformers.projections import (
+    ConvProjection,
+    IdentityProjection,
+    LinearProjection,
+    MaxProjection,
+    MeanProjection,
+    MixedProjection,
+    NoProjection,
+    ReadyProjection,
 )
+from linformers.reference import linformer_attention
 
 
 def owners(n: int, k: int) -> list[int]:
+    """The slot of each token."""
     return [math.floor(r * k / n) for r in range(n)]
 
 
-def naive_attention(layer: ProjectedAttention, E: Weights, F: Weights, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """What `layer` must make of `x` (b, n, d) at real tokens; nan elsewhere."""
+def naive_attention(
+    layer: ProjectedAttention, E: EF, F: EF, x: Tensor, mask: Tensor | None = None, shift: int = 0
+) -> Tensor:
+    """What `layer` must make of `x` (b, n, d) at real tokens; NaN elsewhere. E and F are for rows of full length."""
     result = torch.full_like(x, math.nan)
     for row in range(len(x)):
         real = torch.arange(x.shape[1]) if mask is None else mask[row].nonzero().squeeze(1)
-        result[row, real] = _one_sequence(layer, E, F, x[row, real])
+        heads = torch.cat([one_head(layer, E, F, x[row, real], head, shift) for head in range(layer.num_heads)], 1)
+        result[row, real] = heads @ layer.output.weight.T + layer.output.bias
     return result
 
 
-def _one_sequence(layer: ProjectedAttention, E: Weights, F: Weights, x: Tensor) -> Tensor:
-    """Attention of one sequence (length, d) without padding."""
-    h, dh = layer.num_heads, layer.head_dim
-    lengths = {head: group.projected_length for group in layer.groups for head in group.heads}
-    heads = []
-    for i in range(h):
-        rows = slice(i * dh, (i + 1) * dh)
-
-        def project(linear, weights, i=i, rows=rows):
-            shared = weights is None or getattr(weights, "ndim", 0) == 2
-            own, tokens = weights if shared else weights[i], x @ linear.weight[rows].T
-            if isinstance(layer.sequence_map, DynamicMap):
-                own = ((x if shared else tokens) @ own).softmax(0)
-            return _project(layer.sequence_map, own, tokens, lengths[i]) + linear.bias[rows]
-
-        query = x @ layer.query.weight[rows].T + layer.query.bias[rows]
-        keys, values = project(layer.key, E), project(layer.value, F)
-        exact_keys, exact_values = (x @ w.weight[rows].T + w.bias[rows] for w in (layer.key, layer.value))
-        results = []
-        for r in range(len(x)):
-            near = [j for j in range(len(x)) if abs(r - j) <= layer.local_window] if layer.local_window else []
-            own_keys, own_values = torch.cat([keys, exact_keys[near]]), torch.cat([values, exact_values[near]])
-            weights = torch.exp(own_keys @ query[r] / math.sqrt(dh))
-            results.append(weights @ own_values / weights.sum())
-        heads.append(torch.stack(results))
-    return torch.cat(heads, dim=1) @ layer.output.weight.T + layer.output.bias
+def one_head(layer: ProjectedAttention, E: EF, F: EF, x: Tensor, head: int, shift: int) -> Tensor:
+    """The output (n, d_head) of one head for one sequence without padding."""
+    rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
+    query, key, value = ((w.weight[rows].T, w.bias[rows]) for w in (layer.query, layer.key, layer.value))
+    (own_E, i), (own_F, _) = part_of(E, head), part_of(F, head)
+    if own_E.shorten.__func__ in (ConvProjection.shorten, MaxProjection.shorten):  # which are no matrices
+        keys, values = (nonlinear(own, i, x @ W) + b for own, (W, b) in ((own_E, key), (own_F, value)))
+        return attend_naively(
+            x @ query[0] + query[1], keys, values, x @ key[0] + key[1], x @ value[0] + value[1], layer
+        )
+    matrices = (matrix(own, i, len(x), shift) for own in (own_E, own_F))
+    return linformer_attention(x, query, key, value, *matrices, num_heads=1, window=layer.local_window)
 
 
-def _project(kind: SequenceMap, weights: Tensor | None, tokens: Tensor, k: int) -> Tensor:
-    """The filled projected tokens of `tokens` (length, d_head)."""
-    length, n = len(tokens), kind.max_length
-    if isinstance(kind, IdentityMap):
-        return tokens
-    if isinstance(kind, NoMap):
-        return tokens[:0]
-    owner = owners(n, k)
-    if isinstance(kind, LinearMap):
-        filled = sorted({owner[max(r - kind.shift, 0)] for r in range(length)})
-        ratio = weights.shape[1] // k
-        columns = torch.stack([weights[:, ratio * j : ratio * (j + 1)].mean(1) for j in range(k)], 1)
-        if isinstance(kind, DynamicMap):
-            filled = list(range(k))
-        elif kind.init == "gaussian":
-            filled, columns = list(range(k)), columns * ratio**0.5
-        return torch.stack([sum(columns[r, j] * tokens[r] for r in range(length)) for j in filled])
-    filled = sorted({owner[r] for r in range(length)})
-    members = [[r for r in range(length) if owner[r] == j] for j in filled]
-    if isinstance(kind, MeanMap):
-        return torch.stack([tokens[m].mean(0) for m in members])
-    if isinstance(kind, MaxMap):
+def part_of(E: EF, head: int) -> tuple[ReadyProjection, int]:
+    """The projection of a head, and the head's number among those that it serves."""
+    if not isinstance(E, MixedProjection):
+        return E, head
+    return next((part, own.index(head)) for part, own in zip(E.parts, E.heads, strict=True) if head in own)
+
+
+def matrix(E: ReadyProjection, i: int, length: int, shift: int) -> Tensor:
+    """E as a matrix: rows for the tokens, columns for the live slots."""
+    module, k = E.shorten.__self__, E.k
+    dtype = torch.float64
+    if isinstance(module, IdentityProjection):
+        return torch.eye(length, dtype=dtype)
+    if isinstance(module, NoProjection):
+        return torch.zeros(length, 0, dtype=dtype)
+    owner = owners(module.max_length, k)
+    if isinstance(module, LinearProjection):
+        weights = E.weights if E.weights.dim() == 2 else E.weights[:, i]
+        live = sorted({owner[max(r - shift, 0)] for r in range(length)}) if module.init == "window" else range(k)
+        return weights[:length][:, list(live)]
+    assert isinstance(module, MeanProjection)
+    live = sorted({owner[r] for r in range(length)})
+    columns = [torch.tensor([owner[r] == j for r in range(length)], dtype=dtype) for j in live]
+    return torch.stack([column / column.sum() for column in columns], 1)
+
+
+def nonlinear(E: ReadyProjection, i: int, tokens: Tensor) -> Tensor:
+    """The live slots of max pooling and of convolution."""
+    module = E.shorten.__self__
+    owner = owners(module.max_length, E.k)
+    live = sorted({owner[r] for r in range(len(tokens))})
+    members = [[r for r in range(len(tokens)) if owner[r] == j] for j in live]
+    if isinstance(module, MaxProjection):
         return torch.stack([tokens[m].amax(0) for m in members])
-    assert isinstance(kind, ConvMap)
-    w = n // k
-    return torch.stack([sum(weights[r % w] * tokens[r] for r in m) for m in members])
+    kernel, size = E.weights if E.weights.dim() == 2 else E.weights[i], module.max_length // E.k
+    return torch.stack([sum(kernel[r % size] * tokens[r] for r in m) for m in members])
+
+
+def attend_naively(
+    query: Tensor, keys: Tensor, values: Tensor, exact_keys: Tensor, exact_values: Tensor, layer: ProjectedAttention
+) -> Tensor:
+    """Softmax attention, one query at a time."""
+    results = []
+    for r in range(len(query)):
+        near = [j for j in range(len(query)) if abs(r - j) <= layer.local_window] if layer.local_window else []
+        own_keys, own_values = torch.cat([keys, exact_keys[near]]), torch.cat([values, exact_values[near]])
+        weights = torch.exp(own_keys @ query[r] / math.sqrt(layer.head_dim))
+        results.append(weights @ own_values / weights.sum())
+    return torch.stack(results)

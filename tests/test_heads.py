@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate.utils import send_to_device
+from linformers.heads import mean_of_real_tokens
 
 from linformers import (
     LinformerForMaskedLM,
@@ -11,7 +12,6 @@ from linformers import (
     LinformerForTokenClassification,
     LinformerModel,
 )
-from linformers.heads import mean_of_real_tokens
 
 from . import modes
 from .naive import naive_attention

@@ -9,7 +9,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
-from linformers.maps import MeanMap
 from linformers.ops.ranks import Ranks, zero_padding
 from linformers.projections import LinearProjection, window_matrix
 from linformers.reference import attend
@@ -37,16 +36,23 @@ def test_equals_its_definition(mode, attn_implementation):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     for length in (1, 5, 12):
-        for encoder_layer, (E, F) in zip(model.layers, model.projections(length), strict=True):
+        mask = torch.rand(3, length) < 0.6
+        mask[:, length // 2] = True
+        ranks = Ranks.of(mask)
+        for encoder_layer, shift, (E, F), padded in zip(
+            model.layers,
+            model.projections.shifts,
+            model.projections(length, None, mask.device),
+            model.projections(length, ranks.lengths, mask.device),
+            strict=True,
+        ):
             attention = encoder_layer.attention
             x = torch.randn(3, length, 16, dtype=torch.double)
             result, _ = attention(x, E, F, attn_implementation=attn_implementation)
-            assert_same(result, naive_attention(attention, E, F, x))
-            mask = torch.rand(3, length) < 0.6
-            mask[:, length // 2] = True
-            ranks = Ranks.of(mask)
-            result, _ = attention(zero_padding(x, ranks), E, F, ranks, attn_implementation=attn_implementation)
-            assert_same(result[mask], naive_attention(attention, E, F, x, mask)[mask])
+            assert_same(result, naive_attention(attention, E, F, x, shift=shift))
+            tokens = zero_padding(ranks.sort(x), ranks.mask)
+            result, _ = attention(tokens, *padded, ranks.lengths, attn_implementation=attn_implementation)
+            assert_same(ranks.restore(result)[mask], naive_attention(attention, E, F, x, mask, shift)[mask])
 
 
 def test_definition_notices_a_difference():

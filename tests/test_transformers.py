@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from linformers.encoder import FeedForward
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -29,7 +30,6 @@ from linformers import (
     LinformerModel,
 )
 from linformers.benchmark.measure import peak_memory
-from linformers.encoder import FeedForward
 
 from . import modes
 

@@ -96,8 +96,7 @@ class ProjectedAttention(nn.Module):
         if isinstance(E, MixedProjection) and attn_implementation != "eager":
             parts = []
             for part, heads in zip(E.parts, E.heads, strict=True):  # heads with a smaller k do less work
-                slots = min(key.shape[2], part.k if part.mask is None else part.mask.shape[-1])
-                own = (take(tensor, heads)[:, :, :slots] for tensor in (key, value))
+                own = (take(tensor, heads)[:, :, : part.slots] for tensor in (key, value))
                 own_near = None if near is None else tuple(take(tensor, heads) for tensor in near)
                 result, _ = self.attend(take(query, heads), *own, own_near, part.mask, lengths, attn_implementation)
                 parts.append(result.transpose(1, 2))

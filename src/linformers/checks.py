@@ -107,7 +107,9 @@ def check_tensor(name: str, tensor: Any, shape: Sequence[int | str], *, integer:
 
 def refuse_length(name: str, length: int, max_length: int, remedy: str) -> NoReturn:
     # A separate function: formatting the length inline would cost torch.compile a graph per length.
-    raise UserError(f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or {remedy}")
+    raise UserError(
+        f"{name} has {length} tokens, but at most n={max_length} are possible; shorten the input or {remedy}"
+    )
 
 
 def make_folder(name: str, folder: Path) -> None:

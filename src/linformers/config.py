@@ -181,7 +181,7 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """k of each head of each layer; n under `"identity"` and 0 under `"none"`."""
+        """K of each head of each layer; n under `"identity"` and 0 under `"none"`."""
         n, lengths = self.max_position_embeddings, self.projected_length
         if self.projection in FIXED_LENGTHS:
             lengths = n if self.projection == "identity" else 0
@@ -199,7 +199,7 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def local_windows(self) -> tuple[int, ...]:
-        """w of each layer."""
+        """W of each layer."""
         windows = self.local_window
         return (windows,) * self.num_hidden_layers if isinstance(windows, int) else tuple(windows)
 
@@ -312,7 +312,7 @@ def van_der_corput(number: int) -> float:
 
 
 def default_scale(sharing: str, has_window: bool) -> float:
-    """c where the config leaves it open: an E that serves all layers alone may learn ten times as fast."""
+    """C where the config leaves it open: an E that serves all layers alone may learn ten times as fast."""
     return 1.2 if sharing == "layerwise" and not has_window else 0.12
 
 
@@ -320,7 +320,9 @@ def check_window(window: Any, projection: str) -> None:
     if not is_number(window, int) or not 0 <= window <= MAX_WINDOW:
         raise UserError(f"local_window={window!r} must be an integer from 0 to {MAX_WINDOW}")
     if window and projection == "identity":
-        raise UserError(f"local_window={window} adds nothing to projection='identity', which attends to all keys: use 0")
+        raise UserError(
+            f"local_window={window} adds nothing to projection='identity', which attends to all keys: use 0"
+        )
     if not window and projection == "none":
         raise UserError("projection='none' leaves no key to attend to; local_window must be at least 1")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checks import did_you_mean, nearest_name
-from .config import NO_CAUSAL, ALIASES, LinformerConfig
+from .config import ALIASES, NO_CAUSAL, LinformerConfig
 from .errors import UserError
 from .modeling import (
     LinformerForMaskedLM,

@@ -379,7 +379,9 @@ class LinformerModel(LinformerPreTrainedModel):
             check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], integer=True)
         if tokens.shape[1] > self.config.max_position_embeddings:
             longer = self.config.next_valid_length(tokens.shape[1])
-            refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, f"call model.resize_length({longer})")
+            refuse_length(
+                name, tokens.shape[1], self.config.max_position_embeddings, f"call model.resize_length({longer})"
+            )
         return tokens
 
 

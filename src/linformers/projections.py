@@ -56,7 +56,9 @@ class Projection(nn.Module):
         """The number of live slots of a sequence of `length` tokens; they are the first ones."""
         return (length - 1) * k // self.max_length + 1
 
-    def slot_mask(self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+    def slot_mask(
+        self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
+    ) -> Tensor | None:
         """Which slots are live, (b or 1, slots); `None` if all of them are."""
         slots = self.num_slots(seq_len, k)
         if lengths is None:
@@ -246,7 +248,9 @@ class IdentityProjection(Projection):
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         return tokens
 
-    def slot_mask(self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+    def slot_mask(
+        self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
+    ) -> Tensor | None:
         return None if lengths is None else torch.arange(seq_len, device=device) < lengths[:, None]
 
 
@@ -256,7 +260,9 @@ class NoProjection(Projection):
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         return tokens[..., :0, :]
 
-    def slot_mask(self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+    def slot_mask(
+        self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
+    ) -> Tensor | None:
         return None
 
 
@@ -277,15 +283,17 @@ class ReadyProjection(NamedTuple):
     Attributes:
         shorten: the arithmetic, `Projection.shorten`.
         k: the projected length.
+        slots: the number of slots: k, or less for pools and convolutions of a shorter input.
         weights: E or a kernel, if there are weights.
         lengths: the number of real tokens of each row, (b,).
-        mask: which slots are live, (b or 1, 1, 1, k); `None` if all of them are.
+        mask: which slots are live, (b or 1, 1, 1, slots); `None` if all of them are.
         num_heads: h.
         commutes: whether E can be applied before W.
     """
 
     shorten: Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
     k: int
+    slots: int
     weights: Tensor | None
     lengths: Tensor | None
     mask: Tensor | None
@@ -428,9 +436,8 @@ class Projections(nn.ModuleList):
                         mask = self[i].slot_mask(seq_len, k, shift, lengths, device)
                         masks[k, shift] = None if mask is None else mask[:, None, None, :]
                     commutes = self[i].commutes and (E is None or E.dim() == 2)
-                    parts.append(
-                        ReadyProjection(self[i].shorten, k, E, lengths, masks[k, shift], len(heads), commutes)
-                    )
+                    slots, mask = self[i].num_slots(seq_len, k), masks[k, shift]
+                    parts.append(ReadyProjection(self[i].shorten, k, slots, E, lengths, mask, len(heads), commutes))
                 sides.append(parts[0] if len(parts) == 1 else mixed(parts, [heads for _, heads in groups], device))
             pairs.append((sides[0], sides[-1]))
         return pairs
@@ -440,7 +447,7 @@ def mixed(parts: list[ReadyProjection], heads: list[tuple[int, ...]], device: to
     """Join the projections of heads with different k."""
     masks = []
     for E in parts:
-        mask = torch.ones(1, 1, 1, E.k, dtype=torch.bool, device=device) if E.mask is None else E.mask
+        mask = torch.ones(1, 1, 1, E.slots, dtype=torch.bool, device=device) if E.mask is None else E.mask
         masks.append(mask.mT.expand(-1, E.num_heads, -1, -1))
     rows = max(len(mask) for mask in masks)
     mask = join_heads([mask.expand(rows, -1, -1, -1) for mask in masks], heads).mT

@@ -39,8 +39,7 @@ def linformer_attention(
     Returns:
         The heads' outputs side by side, (n, d); the layer multiplies them with $W^O$.
     """
-    n, d = x.shape
-    size = d // num_heads
+    n, size = len(x), query[0].shape[1] // num_heads  # n and d_head
     positions = torch.arange(n)
     near = (positions[:, None] - positions).abs() <= window  # (n, n)
     heads = []

@@ -70,7 +70,7 @@ def attend_locally(
         return seen.flatten(0, 1).transpose(1, 2)
 
     visible = _visible(b, n, k, window, size, count, mask, lengths, device)
-    visible = visible.flatten(0, 1)[:, None]  # (b · count, 1, size, k + 3 · size)
+    visible = visible.flatten(0, 1)  # (b · count, h or 1, size, k + 3 · size)
     sees_something = visible.any(-1, keepdim=True)
     # Whoever sees nothing looks at anything, since some kernels make NaN of it, and gets zeros afterwards.
     queries = cut(query).flatten(0, 1).transpose(1, 2)
@@ -97,11 +97,12 @@ def _visible(
     lengths: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Which projected keys, and which of those in the blocks around its own, each query sees: (b, count, size, ...)."""
+    """Which projected keys, and which of those in the blocks around its own, each query sees: (b, count, h or 1, size, ...)."""
     columns = torch.arange(-size, 2 * size, device=device)
     is_near = (torch.arange(size, device=device)[:, None] - columns).abs() <= window
     places = size * torch.arange(count, device=device)[:, None] + columns
     is_there = (places >= 0) & (places < (n if lengths is None else lengths[:, None, None]))  # (count, ...) or (b, ...)
-    near = is_near & is_there[..., None, :]
+    near = (is_near & is_there[..., None, :]).expand(b, count, size, -1)[:, :, None]
     slots = torch.ones(1, 1, 1, k, dtype=torch.bool, device=device) if mask is None else mask
-    return torch.cat([x.expand(b, count, size, -1) for x in (slots, near)], -1)
+    heads = slots.shape[1]
+    return torch.cat([slots[:, None].expand(b, count, heads, size, -1), near.expand(b, count, heads, size, -1)], -1)
