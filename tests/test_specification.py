@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from linformers import LinformerAttention, LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
-from linformers.ops.ranks import Ranks, zero_padding
+from linformers.ops.ranks import Ranks, reorder, zero_padding
 from linformers.projections import LinearProjection, window_matrix
 from linformers.reference import attend
 
@@ -50,9 +50,9 @@ def test_equals_its_definition(mode, attn_implementation):
             x = torch.randn(3, length, 16, dtype=torch.double)
             result, _ = attention(x, E, F, attn_implementation=attn_implementation)
             assert_same(result, naive_attention(attention, E, F, x, shift=shift))
-            tokens = zero_padding(ranks.sort(x), ranks.mask)
+            tokens = zero_padding(reorder(x, ranks.order), ranks.mask)
             result, _ = attention(tokens, *padded, ranks.lengths, attn_implementation=attn_implementation)
-            assert_same(ranks.restore(result)[mask], naive_attention(attention, E, F, x, mask, shift)[mask])
+            assert_same(reorder(result, ranks.places)[mask], naive_attention(attention, E, F, x, mask, shift)[mask])
 
 
 def test_definition_notices_a_difference():

@@ -27,15 +27,13 @@ from .errors import UserError
 from .ops.attend import attend as triton_attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
-from .ops.ranks import Ranks
-from .projections import MixedProjection, Projections, ReadyProjection, join_heads, project, split_heads, take
+from .ops.ranks import Ranks, reorder, zero_padding
+from .projections import EF, MixedProjection, Projections, join_heads, project, split_heads, take
 
 # The name of our kernels in transformers' global registry of attention functions; users write "triton".
 TRITON = "linformer_triton"
 # The implementations that can mask slots. transformers' other ones expect masks of n by n tokens.
 MASKING_IMPLEMENTATIONS = ("eager", "sdpa", TRITON)
-
-EF = ReadyProjection | MixedProjection
 
 
 class ProjectedAttention(nn.Module):
@@ -93,16 +91,7 @@ class ProjectedAttention(nn.Module):
         if self.local_window:  # K W_K, V W_V  (b, h, n, d_head)
             near = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
 
-        if isinstance(E, MixedProjection) and attn_implementation != "eager":
-            parts = []
-            for part, heads in zip(E.parts, E.heads, strict=True):  # heads with a smaller k do less work
-                own = (take(tensor, heads)[:, :, : part.slots] for tensor in (key, value))
-                own_near = None if near is None else tuple(take(tensor, heads) for tensor in near)
-                result, _ = self.attend(take(query, heads), *own, own_near, part.mask, lengths, attn_implementation)
-                parts.append(result.transpose(1, 2))
-            result, probs = join_heads(parts, E.heads).transpose(1, 2), None
-        else:
-            result, probs = self.attend(query, key, value, near, E.mask, lengths, attn_implementation)
+        result, probs = self.attend(query, key, value, near, E, lengths, attn_implementation)  # (b, n, h, d_head)
         return self.output(result.flatten(2)), probs
 
     def attend(
@@ -110,8 +99,8 @@ class ProjectedAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        near: tuple[Tensor, ...] | None,
-        mask: Tensor | None,
+        near: tuple[Tensor, Tensor] | None,
+        E: EF,
         lengths: Tensor | None,
         attn_implementation: str,
     ) -> tuple[Tensor, Tensor | None]:
@@ -120,11 +109,21 @@ class ProjectedAttention(nn.Module):
         Returns:
             The result (b, n, h, d_head) and, with `attn_implementation="eager"`, $\bar P$.
         """
-        name, dropout = attn_implementation, self.dropout if self.training else 0.0
+        if isinstance(E, MixedProjection) and attn_implementation != "eager":
+            parts = []
+            for part, heads, slots in zip(E.parts, E.heads, E.slots, strict=True):  # a smaller k costs less
+                own = [take(x, heads) for x in (query, key, value, *(near or ()))]
+                own_near = (own[3], own[4]) if near else None
+                own_key, own_value = own[1][:, :, :slots], own[2][:, :, :slots]
+                result, _ = self.attend(own[0], own_key, own_value, own_near, part, lengths, attn_implementation)
+                parts.append(result.transpose(1, 2))
+            return join_heads(parts, E.heads).transpose(1, 2), None
+
+        mask, name, dropout = E.mask, attn_implementation, self.dropout if self.training else 0.0
         if name not in MASKING_IMPLEMENTATIONS and (mask is not None or near is not None):
             reason = "padding or an input shorter than n" if near is None else "a local window"
             raise UserError(
-                f"attn_implementation={name!r} cannot mask keys, which {reason} requires; use 'eager', 'sdpa' or 'triton'"
+                f"attn_implementation={name!r} cannot mask keys, as {reason} requires; use 'eager', 'sdpa' or 'triton'"
             )
         if name == TRITON:
             if use_triton(query, key, mask, local=near is not None):
@@ -255,31 +254,35 @@ class LinformerAttention(ProjectedAttention):
         if context_mask is not None and context is None:
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
         check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
-        ranks = checked_ranks("attention_mask", attention_mask, hidden_states)
-        source, source_ranks, name = hidden_states, ranks, "hidden_states"
+        x, ranks = sort_by_rank("attention_mask", hidden_states, attention_mask)
+        z, z_ranks, name = x, ranks, "hidden_states"
         if context is not None:
-            check_tensor("context", context, (len(hidden_states), "length", self.hidden_size))
-            source, source_ranks, name = context, checked_ranks("context_mask", context_mask, context), "context"
-        if source.shape[1] > self.max_length:
-            refuse_length(name, source.shape[1], self.max_length, "create the layer with a larger max_length")
-
-        def sort(tokens: Tensor, ranks: Ranks | None) -> Tensor:
-            return tokens if ranks is None else torch.where(ranks.mask[..., None], ranks.sort(tokens), 0)
-
-        lengths = None if source_ranks is None else source_ranks.lengths
-        ((E, F),) = self.projections(source.shape[1], lengths, source.device)
+            check_tensor("context", context, (len(x), "length", self.hidden_size))
+            (z, z_ranks), name = sort_by_rank("context_mask", context, context_mask), "context"
+        if z.shape[1] > self.max_length:
+            refuse_length(name, z.shape[1], self.max_length, "create the layer with a larger max_length")
+        ((E, F),) = self.projections(z.shape[1], None if z_ranks is None else z_ranks.lengths, z.device)
         output, probs = super().forward(
-            sort(hidden_states, ranks),
+            x,
             E,
             F,
-            None if ranks is None else ranks.lengths,
-            None if context is None else sort(context, source_ranks),
-            "eager" if output_attentions else self.attn_implementation,
+            lengths=None if ranks is None else ranks.lengths,
+            context=None if context is None else z,
+            attn_implementation="eager" if output_attentions else self.attn_implementation,
         )
         if ranks is not None:
-            output = ranks.restore(output)
-            probs = None if probs is None else ranks.restore(probs.transpose(1, 2)).transpose(1, 2)
+            output = reorder(output, ranks.places)
+            probs = None if probs is None else reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
         return (output, probs) if output_attentions else output
+
+
+def sort_by_rank(name: str, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Ranks | None]:
+    """`tokens` (b, n, d) sorted by rank, with zeros at padding, and how to undo that."""
+    if mask is None:
+        return tokens, None
+    check_tensor(name, mask, tokens.shape[:2], "mask")
+    ranks = Ranks.of(mask)
+    return zero_padding(reorder(tokens, ranks.order), ranks.mask), ranks
 
 
 def eager_attention(
@@ -309,16 +312,6 @@ def registered_name(attn_implementation: str) -> str:
         choices = [name for name in known if name != TRITON and "|" not in name]  # those with | are for generation
         check_choice("attn_implementation", attn_implementation, ["eager", "triton", *choices])
     return name
-
-
-def checked_ranks(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:
-    """The ranks of the real tokens of `tokens` (b, n, ...); `None` without a mask."""
-    if mask is None:
-        return None
-    check_tensor(name, mask, tokens.shape[:2])
-    if mask.is_floating_point() or mask.is_complex():
-        raise UserError(f"{name} has type {mask.dtype}, expected bool or integers: 1 for a real token, 0 for padding")
-    return Ranks.of(mask)
 
 
 def check_scale(scale: Any) -> None:

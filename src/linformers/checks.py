@@ -93,16 +93,23 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def check_tensor(name: str, tensor: Any, shape: Sequence[int | str], *, integer: bool = False) -> None:
-    """Check type and shape; a string in `shape` stands for any size."""
+def check_tensor(name: str, tensor: Any, shape: Sequence[int | str], kind: str = "") -> None:
+    """Check that `tensor` is a tensor of a shape, in which a string stands for any size.
+
+    Its `kind` may be `"ids"`, which are integers, or `"mask"`, which is boolean or made of integers.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is of type {type(tensor).__name__}, expected a tensor")
-    sizes = zip(tensor.shape, shape, strict=False)
-    if tensor.dim() != len(shape) or any(not isinstance(size, str) and size != own for own, size in sizes):
+    matches = tensor.dim() == len(shape)
+    for own, size in zip(tensor.shape, shape, strict=False):
+        matches = matches and (isinstance(size, str) or own == size)
+    if not matches:
         expected = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected})")
-    if integer and tensor.dtype not in (torch.int64, torch.int32):
+    if kind == "ids" and tensor.dtype not in (torch.int64, torch.int32):
         raise UserError(f"{name} has type {tensor.dtype}, expected torch.int64 or torch.int32")
+    if kind == "mask" and (tensor.is_floating_point() or tensor.is_complex()):
+        raise UserError(f"{name} has type {tensor.dtype}, expected bool or integers: 1 for a real token, 0 for padding")
 
 
 def refuse_length(name: str, length: int, max_length: int, remedy: str) -> NoReturn:

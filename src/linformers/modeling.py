@@ -24,14 +24,14 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import EF, TRITON, ProjectedAttention, checked_ranks
+from .attention import TRITON, ProjectedAttention
 from .checks import check_tensor, did_you_mean, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .errors import UserError
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
-from .ops.ranks import zero_padding
-from .projections import ConvProjection, LinearProjection, is_plain
+from .ops.ranks import Ranks, reorder, zero_padding
+from .projections import EF, ConvProjection, LinearProjection, is_plain
 from .resizing import build_projections, check_checkpoint, refuse_other_length, resize_length
 
 logger = logging.get_logger(__name__)
@@ -122,7 +122,7 @@ class FeedForward(nn.Module):
         # A compiler plans memory itself, and a loop over chunks would fix the number of tokens.
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and tokens > self.chunk_size:
             return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
-        if self.activation is gelu and is_plain(linear, x) and serves(x, linear):
+        if self.activation is gelu and x.is_cuda and is_plain(linear, x) and serves(x, linear):
             return self.output(linear_gelu(x, linear.weight, linear.bias))
         return self.output(self.activation(linear(x)))
 
@@ -304,19 +304,23 @@ class LinformerModel(LinformerPreTrainedModel):
             inputs_embeds: embeddings to use instead of `input_ids`, (b, n, d).
             **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `num_items_in_batch`.
         """
-        tokens = self.check_inputs(input_ids, token_type_ids, inputs_embeds, kwargs)
-        ranks = checked_ranks("attention_mask", attention_mask, tokens)
-        inputs = (input_ids, token_type_ids, inputs_embeds)
-        if ranks is None:
-            return self.encode(*inputs, None, None, return_dict=True, **kwargs)
-        inputs = (None if x is None else ranks.sort(x) for x in inputs)
-        outputs = self.encode(*inputs, ranks.mask, ranks.lengths, return_dict=True, **kwargs)
+        self.check_inputs(input_ids, attention_mask, token_type_ids, inputs_embeds, kwargs)
+        if attention_mask is None:
+            return self.encode(input_ids, token_type_ids, inputs_embeds, None, return_dict=True, **kwargs)
+        ranks = Ranks.of(attention_mask)
+        if input_ids is not None:
+            input_ids = reorder(input_ids, ranks.order)
+        if token_type_ids is not None:
+            token_type_ids = reorder(token_type_ids, ranks.order)
+        if inputs_embeds is not None:
+            inputs_embeds = reorder(inputs_embeds, ranks.order)
+        outputs = self.encode(input_ids, token_type_ids, inputs_embeds, ranks, return_dict=True, **kwargs)
         for name, value in outputs.items():
             if name == "last_hidden_state":
-                outputs[name] = ranks.restore(value)
+                outputs[name] = reorder(value, ranks.places)
             else:  # hidden states (b, n, d) or attentions (b, h, n, k) of all layers
                 axis = 1 if name == "hidden_states" else 2
-                outputs[name] = tuple(ranks.restore(x.transpose(1, axis)).transpose(1, axis) for x in value)
+                outputs[name] = tuple(reorder(x.transpose(1, axis), ranks.places).transpose(1, axis) for x in value)
         return outputs
 
     @capture_outputs
@@ -325,12 +329,12 @@ class LinformerModel(LinformerPreTrainedModel):
         input_ids: Tensor | None,
         token_type_ids: Tensor | None,
         inputs_embeds: Tensor | None,
-        mask: Tensor | None,
-        lengths: Tensor | None,
+        ranks: Ranks | None,
         output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Encode rows that are sorted by rank; `mask` (b, n) and `lengths` (b,) describe their real tokens."""
+        """Encode rows that are sorted by rank."""
+        mask, lengths = (None, None) if ranks is None else (ranks.mask, ranks.lengths)
         attn_implementation = self.config._attn_implementation
         if (self.config.output_attentions if output_attentions is None else output_attentions) and (
             attn_implementation != "eager"
@@ -348,11 +352,12 @@ class LinformerModel(LinformerPreTrainedModel):
     def check_inputs(
         self,
         input_ids: Tensor | None,
+        attention_mask: Tensor | None,
         token_type_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Check all arguments but the mask; return the one of `input_ids` and `inputs_embeds` that was given."""
+    ) -> None:
+        """Check the arguments of `forward`, and drop those that ask for nothing."""
         for name, value in list(kwargs.items()):
             if name in KNOWN_ARGUMENTS:
                 continue
@@ -367,7 +372,7 @@ class LinformerModel(LinformerPreTrainedModel):
             raise UserError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             name, tokens = "input_ids", input_ids
-            check_tensor(name, tokens, ("batch", "length"), integer=True)
+            check_tensor(name, tokens, ("batch", "length"), "ids")
         else:
             name, tokens = "inputs_embeds", inputs_embeds
             check_tensor(name, tokens, ("batch", "length", self.config.hidden_size))
@@ -375,14 +380,13 @@ class LinformerModel(LinformerPreTrainedModel):
             if tokens.dtype == torch.float64 and weight.dtype != torch.float64:
                 raise UserError(f"inputs_embeds has type {tokens.dtype}, but the model has {weight.dtype}: convert one")
         assert tokens is not None
+        if attention_mask is not None:
+            check_tensor("attention_mask", attention_mask, tokens.shape[:2], "mask")
         if token_type_ids is not None:
-            check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], integer=True)
+            check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], "ids")
         if tokens.shape[1] > self.config.max_position_embeddings:
-            longer = self.config.next_valid_length(tokens.shape[1])
-            refuse_length(
-                name, tokens.shape[1], self.config.max_position_embeddings, f"call model.resize_length({longer})"
-            )
-        return tokens
+            remedy = f"call model.resize_length({self.config.next_valid_length(tokens.shape[1])})"
+            refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, remedy)
 
 
 class MaskedLMHead(nn.Module):
@@ -592,7 +596,7 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
 
 def check_labels(name: str, labels: Tensor, shape: Sequence[int], count: int | None = None) -> Tensor:
     """Labels as int64, once their shape, type and, on the CPU, their range have been checked."""
-    check_tensor(name, labels, shape, integer=True)
+    check_tensor(name, labels, shape, "ids")
     if count is not None and labels.device.type == "cpu" and not torch.compiler.is_compiling():
         valid = (labels == IGNORED) | ((labels >= 0) & (labels < count))
         if not valid.all():

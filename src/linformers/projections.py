@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ class Projection(nn.Module):
 
     commutes: ClassVar[bool] = True
     """Whether $(E^T x) W = E^T (x W)$: the map is linear and the same for all channels."""
+
+    has_k_slots: ClassVar[bool] = False
+    """Whether a shorter input has k slots as well, of which only the first are live."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class Projection(nn.Module):
         return weights
 
     def num_slots(self, seq_len: int, k: int) -> int:
-        return self.live_slots(seq_len, k)
+        return k if self.has_k_slots else self.live_slots(seq_len, k)
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
         """The number of live slots of a sequence of `length` tokens; they are the first ones."""
@@ -60,7 +63,7 @@ class Projection(nn.Module):
         self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
     ) -> Tensor | None:
         """Which slots are live, (b or 1, slots); `None` if all of them are."""
-        slots = self.num_slots(seq_len, k)
+        slots = k if self.has_k_slots else self.live_slots(seq_len, k)
         if lengths is None:
             # Every branch on the length costs a compiled graph, and an exported graph can have none.
             if seq_len == self.max_length and not is_exporting():
@@ -88,6 +91,8 @@ class LinearProjection(Projection):
         init: `"window"` or `"gaussian"`.
         scale: s.
     """
+
+    has_k_slots = True
 
     def __init__(
         self,
@@ -139,9 +144,6 @@ class LinearProjection(Projection):
         means = weights.unflatten(-1, (k, ratio)).mean(-1)
         # A mean of windows is a wider window, but a mean of independent columns is smaller than each of them.
         return means * ratio**0.5 if self.init == "gaussian" else means
-
-    def num_slots(self, seq_len: int, k: int) -> int:
-        return k
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
         if self.init == "gaussian":
@@ -283,17 +285,15 @@ class ReadyProjection(NamedTuple):
     Attributes:
         shorten: the arithmetic, `Projection.shorten`.
         k: the projected length.
-        slots: the number of slots: k, or less for pools and convolutions of a shorter input.
         weights: E or a kernel, if there are weights.
         lengths: the number of real tokens of each row, (b,).
-        mask: which slots are live, (b or 1, 1, 1, slots); `None` if all of them are.
+        mask: which slots are live, (b or 1, 1, 1, k); `None` if all of them are.
         num_heads: h.
         commutes: whether E can be applied before W.
     """
 
     shorten: Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
     k: int
-    slots: int
     weights: Tensor | None
     lengths: Tensor | None
     mask: Tensor | None
@@ -314,12 +314,14 @@ class MixedProjection(NamedTuple):
     Attributes:
         parts: the projections.
         heads: the numbers of the heads that each of them serves.
-        mask: which slots are live, (b or 1, h, 1, k) with the largest k.
+        slots: the number of slots of each of them.
+        mask: which slots are live, (b or 1, h, 1, most slots).
     """
 
     parts: tuple[ReadyProjection, ...]
     heads: tuple[tuple[int, ...], ...]
-    mask: Tensor | None
+    slots: tuple[int, ...]
+    mask: Tensor
 
     def __call__(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head), where heads with a smaller k are padded with zeros."""
@@ -334,13 +336,10 @@ class MixedProjection(NamedTuple):
         return join_heads(results, self.heads)
 
 
-def project(
-    x: Tensor,
-    E: ReadyProjection | MixedProjection,
-    F: ReadyProjection | MixedProjection,
-    key: nn.Linear,
-    value: nn.Linear,
-) -> tuple[Tensor, Tensor]:
+EF = ReadyProjection | MixedProjection  # E or F of a layer
+
+
+def project(x: Tensor, E: EF, F: EF, key: nn.Linear, value: nn.Linear) -> tuple[Tensor, Tensor]:
     """`E(x, key), F(x, value)`: the projected keys and values, (b, h, k, d_head) each."""
     if isinstance(E, MixedProjection) or isinstance(F, MixedProjection):
         return E(x, key), F(x, value)
@@ -405,12 +404,11 @@ class Projections(nn.ModuleList):
                 E, F = ([add(k, len(heads)) for k, heads in groups] for _ in ("E", "F"))
             self.owners.append((E, F))
 
-    def forward(
-        self, seq_len: int, lengths: Tensor | None, device: torch.device
-    ) -> list[tuple[ReadyProjection | MixedProjection, ReadyProjection | MixedProjection]]:
+    def forward(self, seq_len: int, lengths: Tensor | None, device: torch.device) -> list[tuple[EF, EF]]:
         """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
-        windows: dict[int, Tensor] = {}  # E₀, once for each k
-        weights, masks = [], {}
+        windows: dict[int, Tensor] = {}  # E₀ by k
+        masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
+        weights: list[Any] = []
         most = max(self.shifts) if seq_len else 0
         for module in self:
             if isinstance(module, LinearProjection) and module.init == "window":
@@ -423,35 +421,42 @@ class Projections(nn.ModuleList):
             # Each layer reads its rows of E from its own offset.
             weights.append(torch.cat([E[:1].expand(most, *E.shape[1:]), E]) if most else E)
 
-        pairs = []
+        def ready(owner: int, k: int, heads: tuple[int, ...], shift: int) -> ReadyProjection:
+            projection: Any = self[owner]
+            E = weights[owner].narrow(0, most - shift, seq_len) if most else weights[owner]
+            if projection.has_k_slots and E.shape[-1] != k:
+                E = projection.columns(E, k)
+            if (k, shift) not in masks:
+                mask = projection.slot_mask(seq_len, k, shift, lengths, device)
+                masks[k, shift] = None if mask is None else mask[:, None, None, :]
+            commutes = projection.commutes and (E is None or E.dim() == 2)
+            return ReadyProjection(projection.shorten, k, E, lengths, masks[k, shift], len(heads), commutes)
+
+        pairs: list[tuple[EF, EF]] = []
         for shift, groups, owners in zip(self.shifts, self.groups, self.owners, strict=True):
-            sides = []
-            for modules in owners[:1] if owners[0] is owners[1] else owners:
-                parts = []
-                for (k, heads), i in zip(groups, modules, strict=True):
-                    E = weights[i].narrow(0, most - shift, seq_len) if most else weights[i]
-                    if E is not None and self[i].commutes and E.shape[-1] != k:
-                        E = self[i].columns(E, k)
-                    if (k, shift) not in masks:
-                        mask = self[i].slot_mask(seq_len, k, shift, lengths, device)
-                        masks[k, shift] = None if mask is None else mask[:, None, None, :]
-                    commutes = self[i].commutes and (E is None or E.dim() == 2)
-                    slots, mask = self[i].num_slots(seq_len, k), masks[k, shift]
-                    parts.append(ReadyProjection(self[i].shorten, k, slots, E, lengths, mask, len(heads), commutes))
-                sides.append(parts[0] if len(parts) == 1 else mixed(parts, [heads for _, heads in groups], device))
+            sides: list[EF] = []
+            for own in owners[:1] if owners[0] is owners[1] else owners:
+                if len(groups) == 1:
+                    sides.append(ready(own[0], *groups[0], shift))
+                    continue
+                parts = [ready(owner, *group, shift) for owner, group in zip(own, groups, strict=True)]
+                slots = [self[owner].num_slots(seq_len, k) for owner, (k, _) in zip(own, groups, strict=True)]  # type: ignore[operator]
+                sides.append(mixed(parts, [heads for _, heads in groups], slots, device))
             pairs.append((sides[0], sides[-1]))
         return pairs
 
 
-def mixed(parts: list[ReadyProjection], heads: list[tuple[int, ...]], device: torch.device) -> MixedProjection:
+def mixed(
+    parts: Sequence[ReadyProjection], heads: Sequence[tuple[int, ...]], slots: Sequence[int], device: torch.device
+) -> MixedProjection:
     """Join the projections of heads with different k."""
     masks = []
-    for E in parts:
-        mask = torch.ones(1, 1, 1, E.slots, dtype=torch.bool, device=device) if E.mask is None else E.mask
+    for E, count in zip(parts, slots, strict=True):
+        mask = torch.ones(1, 1, 1, count, dtype=torch.bool, device=device) if E.mask is None else E.mask
         masks.append(mask.mT.expand(-1, E.num_heads, -1, -1))
     rows = max(len(mask) for mask in masks)
     mask = join_heads([mask.expand(rows, -1, -1, -1) for mask in masks], heads).mT
-    return MixedProjection(tuple(parts), tuple(heads), mask)
+    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), mask)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:

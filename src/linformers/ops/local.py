@@ -97,7 +97,7 @@ def _visible(
     lengths: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Which projected keys, and which of those in the blocks around its own, each query sees: (b, count, h or 1, size, ...)."""
+    """Which projected keys and which keys of the blocks around it each query sees, (b, count, h, size, …)."""
     columns = torch.arange(-size, 2 * size, device=device)
     is_near = (torch.arange(size, device=device)[:, None] - columns).abs() <= window
     places = size * torch.arange(count, device=device)[:, None] + columns

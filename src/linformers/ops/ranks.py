@@ -33,20 +33,11 @@ class Ranks(NamedTuple):
         order = torch.zeros_like(places).scatter(1, places, positions.expand_as(places))
         return cls(positions < lengths[:, None], lengths, places, order)
 
-    def sort(self, tokens: Tensor) -> Tensor:
-        """Sort each row of `tokens`, (b, n) or (b, n, ...), by rank."""
-        return take_rows(tokens, self.order)
 
-    def restore(self, tokens: Tensor) -> Tensor:
-        """Undo `sort`."""
-        return take_rows(tokens, self.places)
-
-
-def take_rows(tokens: Tensor, index: Tensor) -> Tensor:
-    """`tokens[i, index[i]]` for each row i, (b, n, ...)."""
+def reorder(tokens: Tensor, index: Tensor) -> Tensor:
+    """`tokens[i, index[i]]` for each row i of `tokens` (b, n, ...): `order` sorts rows by rank, `places` undoes it."""
     index = index.to(tokens.device)  # they differ where layers are spread over several devices
-    for _ in tokens.shape[2:]:
-        index = index.unsqueeze(-1)
+    index = index.view(*index.shape, *[1] * (tokens.dim() - 2))
     return tokens.gather(1, index.expand(-1, -1, *tokens.shape[2:]))
 
 
