@@ -197,7 +197,10 @@ class LinformerPreTrainedModel(PreTrainedModel):
             attn_implementation = TRITON
         if attn_implementation == "triton":
             attn_implementation = TRITON
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        try:
+            return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        except ValueError as error:
+            raise UserError(f'{error} Linformer adds `attn_implementation="triton"`.') from None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
