@@ -40,7 +40,7 @@ def linear_gelu(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _linear_gelu(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from .kernels.linear import linear_gelu as kernel
+    from .kernels.linear_gelu import linear_gelu as kernel
 
     (rows, inner), columns = tokens.shape, len(weight)
     output = tokens.new_empty(rows, columns)
