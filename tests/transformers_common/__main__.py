@@ -52,7 +52,8 @@ def add_linformer(tests: Path) -> None:
 if __name__ == "__main__":
     source = download(transformers.__version__)
     add_linformer(source / "tests")
-    arguments = ["-q", "-n", "2", "--dist", "worksteal", "-p", "no:warnings", "-o", "log_cli=false", "--tb=short"]
+    arguments = ["-q", "-n", "2", "--dist", "worksteal", "-p", "no:warnings", "--tb=short"]
+    arguments += ["-o", "log_cli=false", "-o", "verbosity_subtests=0"]
     command = [sys.executable, "-m", "pytest", *arguments, "tests/models/linformer", *sys.argv[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     sys.exit(subprocess.run(command, cwd=source, env=environment, check=False).returncode)
