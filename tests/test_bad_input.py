@@ -18,6 +18,7 @@ from linformers import (
     LinformerModel,
 )
 from linformers.convert import from_roberta
+from linformers.errors import UserError
 
 from . import modes
 
@@ -63,7 +64,6 @@ def refused(message, error=ValueError):
             {"projected_length": [4, 2], "sharing": "layerwise", "projection": "conv"},
             "projected_length=[2, 4] cannot differ where projection='conv' is shared",
         ),
-        ({"num_attention_heads": 5}, "hidden_size=16 is not divisible by num_attention_heads=5"),
         (
             {"sharing": "layer-wise"},
             "sharing='layer-wise' is not one of 'none', 'headwise', 'key-value', 'layerwise'; did",
@@ -317,9 +317,18 @@ def test_model_of_another_config():
         LinformerModel(RobertaConfig())
 
 
-def test_implementations_that_cannot_mask_slots():
-    with refused("attn_implementation='tritton' is not one of 'eager', 'triton', "):
+def test_heads_are_checked_when_a_model_is_built():
+    config = LinformerConfig(hidden_size=32)  # as transformers' ConfigTester does
+    with refused("hidden_size=32 is not divisible by num_attention_heads=12"):
+        LinformerModel(config)
+
+
+def test_unknown_implementation():
+    with pytest.raises(UserError, match=r'attn_implementation="tritton"` is not supported.*"triton"'):
         LinformerModel(modes.config(attn_implementation="tritton"))
+
+
+def test_implementations_that_cannot_mask_slots():
     model = LinformerModel(modes.config(attn_implementation="flex_attention"))
     with refused("attn_implementation='flex_attention' cannot leave out keys"):
         model(torch.ones(1, 12, dtype=torch.long), torch.tensor([[1] * 6 + [0] * 6]))

@@ -238,7 +238,6 @@ class LinformerConfig(PreTrainedConfig):
         if self.num_labels < 1:
             raise UserError(f"num_labels={self.num_labels} must be a positive integer")
         check_choice("hidden_act", self.hidden_act, ACT2FN)
-        check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
         for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
             if getattr(self, name, False):
                 raise UserError(f"{name}=True is not possible: {NO_CAUSAL}")

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ProjectedAttention, check_attention, full_name, group_heads, is_plain, ranks_of
+from .attention import ProjectedAttention, full_name, group_heads, is_plain, ranks_of
 from .checks import check_integers, check_shape, check_size, did_you_mean, nearest_name, refuse_length
-from .config import FIXED_LENGTHS, NO_CAUSAL, LinformerConfig
+from .config import FIXED_LENGTHS, NO_CAUSAL, LinformerConfig, check_heads
 from .embeddings import LinformerEmbeddings, PositionEmbeddings
 from .errors import UserError
 from .loading import (
@@ -142,15 +142,18 @@ class LinformerPreTrainedModel(PreTrainedModel):
                 "linformers.convert.from_roberta makes a Linformer from a RoBERTa model"
             )
         config.check()  # its fields may have been assigned to since it was made
+        # Not in the config: transformers builds configs that have a hidden size only, as in `ConfigTester`.
+        check_heads(config.hidden_size, config.num_attention_heads, "num_attention_heads")
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation is None and torch.cuda.is_available():
             attn_implementation = "triton"
-        if isinstance(attn_implementation, str) and "/" not in attn_implementation:  # with a slash it is from the hub
-            check_attention(attn_implementation)
         name = None if attn_implementation is None else full_name(attn_implementation)
-        return super()._check_and_adjust_attn_implementation(name, *args, **kwargs)
+        try:
+            return super()._check_and_adjust_attn_implementation(name, *args, **kwargs)
+        except ValueError as error:  # transformers' message, which does not know of ours
+            raise UserError(f'{error} Linformer adds `attn_implementation="triton"`.') from None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
