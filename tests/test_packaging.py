@@ -31,8 +31,9 @@ def test_commands_of_ci_exist():
 def test_ci_tests_the_lowest_versions():
     bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", requirement).groups() for requirement in PROJECT["dependencies"])
     lowest, newest = WORKFLOW["jobs"]["versions"]["strategy"]["matrix"]["include"]
-    assert lowest["requirements"] == f"torch=={bounds['torch']}.* transformers=={bounds['transformers']}.*"
-    assert newest["requirements"] == "--upgrade torch transformers"
+    assert f"torch=={bounds['torch']}.* " in lowest["requirements"]
+    assert f"transformers=={bounds['transformers']}.*" in lowest["requirements"]
+    assert newest["requirements"] == "--upgrade"
     assert PROJECT["requires-python"] == f">={lowest['python']}"
 
 
