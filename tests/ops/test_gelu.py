@@ -40,12 +40,9 @@ def test_rounding():
 def test_infinities_and_nan():
     x = torch.tensor([float("inf"), float("nan"), -1e30, float("-inf"), 1e30])
     output, slope = fast(x)
-    assert output[0] == float("inf")
-    assert output[1].isnan()
+    torch.testing.assert_close(output, x.clamp(min=0).double(), rtol=0, atol=2e-7, equal_nan=True)
     assert slope[1].isnan()
-    assert (output[2:4].abs() < 2e-7).all()
     assert (slope[2:4].abs() < 1e-6).all()
-    assert output[4] == x[4]
     assert slope[4] == 1
 
 
