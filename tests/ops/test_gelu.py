@@ -1,4 +1,4 @@
-"""The GELU that compilers get on a GPU, against the one that torch has."""
+"""The GELU of compiled code on a GPU against torch's."""
 
 import torch
 from torch.nn import functional
@@ -27,8 +27,8 @@ def test_error():
     torch.testing.assert_close(slope, expected_slope, rtol=2.5e-4, atol=1e-4)
 
 
-def test_rounds_as_torch_does():
-    """In bfloat16 the error is that of rounding, but where 2.5e-4 move a number past the middle between two others."""
+def test_rounding():
+    """In bfloat16 the error is torch's rounding error, plus 2.5e-4, which can move a number across a tie."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     x = x[(x.abs() > 1e-30) & (x.abs() < 5)]
     (output, slope), (expected, expected_slope) = fast(x), exact(x)
@@ -37,19 +37,16 @@ def test_rounds_as_torch_does():
     torch.testing.assert_close(slope, expected_slope, rtol=2**-8, atol=1e-4)
 
 
-def test_what_is_not_finite():
+def test_infinities_and_nan():
     x = torch.tensor([float("inf"), float("nan"), -1e30, float("-inf"), 1e30])
     output, slope = fast(x)
-    assert output[0] == float("inf")
-    assert output[1].isnan()
+    torch.testing.assert_close(output, x.clamp(min=0).double(), rtol=0, atol=2e-7, equal_nan=True)
     assert slope[1].isnan()
-    assert (output[2:4].abs() < 2e-7).all()
     assert (slope[2:4].abs() < 1e-6).all()
-    assert output[4] == x[4]
     assert slope[4] == 1
 
 
-def test_only_compilers_on_a_gpu_get_it(monkeypatch):
+def test_cpus_use_torchs(monkeypatch):
     x = torch.randn(100, dtype=torch.bfloat16)
     monkeypatch.setattr(FastGelu, "apply", lambda x: 1 / 0)
     assert torch.equal(gelu.gelu(x), functional.gelu(x))

@@ -1,4 +1,4 @@
-"""Compiles kernels for a card that is not here, and tells what memory their programs share; run by `test_launch.py`."""
+"""Compile kernels for a GPU that is not at hand and print their shared memory in bytes; run by `test_launch.py`."""
 
 import json
 import sys
@@ -11,22 +11,22 @@ from triton.compiler import ASTSource
 from linformers.ops import launch
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-# Pointers that are not of the type of the queries.
+# Pointers whose type is not that of the queries.
 POINTERS = {"MASK": "*u8", "SEED": "*i64", "LENGTHS": "*i64", "LSE": "*fp32", "DELTA": "*fp32", "PARTS": "*fp32"}
 
 
 def shapes(b, h, n, d, k, dtype):
-    """With a mask and dropout, which take the most."""
+    """With a mask and dropout, which need the most memory."""
     query, key = (n * h * d, d, h * d, 1), (k * h * d, d, h * d, 1)
     strides = {"Q": query, "K": key, "V": key, "MASK": (k, 0, 1), "DOUT": (n * h * d, h * d, d, 1)}
-    own = tuple(strides.get(name) for name in launch.STRIDES)
-    return launch.Shapes((b, h, n, d), k, own, dtype, torch.device("cuda", 0), 0, d**-0.5, 0.1, exact=True)
+    ordered = tuple(strides.get(name) for name in launch.STRIDES)
+    return launch.Shapes((b, h, n, d), k, ordered, dtype, torch.device("cuda", 0), 0, d**-0.5, 0.1, exact=True)
 
 
 def shared_bytes(name, own, capability):
     plan = launch.Plan(name, own)
     tensors = dict(plan.tensors)
-    absent = {"NEAR_K", "NEAR_V", "LENGTHS", *(("LSE",) if name == "forward_few" else ())}
+    absent = {"NEAR_K", "NEAR_V", "LENGTHS", *(("LSE",) if name == "forward_resident" else ())}
     signature, constants, divisible = {}, {}, {}
     for place, (parameter, value) in enumerate(zip(plan.kernel.params, plan.arguments, strict=True)):
         kind = "constexpr"

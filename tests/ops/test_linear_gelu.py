@@ -1,4 +1,6 @@
-"""A linear map and GELU in one pass, against the two of torch."""
+"""A linear layer and GELU in one kernel, against the two of torch."""
+
+import sys
 
 import pytest
 import torch
@@ -8,14 +10,13 @@ from torch.nn import functional
 from linformers import LinformerModel
 from linformers.ops.linear_gelu import FEWEST_TOKENS, _linear_gelu, linear_gelu, serves
 
-from . import modes
+from .. import modes
+from .common import DEVICE, GPU_MARKS, ON_GPU
 
 pytest.importorskip("triton")
+pytestmark = GPU_MARKS
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 
 def tensors(rows, inner, columns):
@@ -24,7 +25,7 @@ def tensors(rows, inner, columns):
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 8, 16), (130, 40, 304), (300, 64, 256), (129, 72, 512)])
-def test_as_exact_as_torch(rows, inner, columns):
+def test_as_accurate_as_torch(rows, inner, columns):
     inputs = tensors(rows, inner, columns)
     expected = functional.gelu(functional.linear(*(x.double() for x in inputs)))
     own = (linear_gelu(*inputs).double() - expected).norm()
@@ -43,7 +44,7 @@ def test_operator():
     library.opcheck(_linear_gelu, tensors(40, 16, 32), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_whom_it_serves():
+def test_serves():
     linear = nn.Linear(64, 128, device="meta", dtype=torch.bfloat16)
     tokens = torch.empty(FEWEST_TOKENS, 64, device="meta", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -59,8 +60,8 @@ def test_whom_it_serves():
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore")
-def test_the_model_is_the_same(compiled, monkeypatch):
-    """To the precision of bfloat16, which shows that it was used."""
+def test_models_give_the_same_results(compiled, monkeypatch):
+    """Close, but not bitwise equal, which shows that the kernel was used."""
     torch._dynamo.reset()
     model = LinformerModel(modes.config()).to(DEVICE, DTYPE).eval()
     ids = torch.randint(5, 20, (2, 12), device=DEVICE)
@@ -72,7 +73,7 @@ def test_the_model_is_the_same(compiled, monkeypatch):
 
     with torch.no_grad():
         expected = model(ids).last_hidden_state
-        monkeypatch.setattr("linformers.encoder.serves", serving)
+        monkeypatch.setattr(sys.modules[LinformerModel.__module__], "serves", serving)
         run = torch.compile(model, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager") if compiled else model
         result = run(ids).last_hidden_state
     assert len(calls) >= model.config.num_hidden_layers

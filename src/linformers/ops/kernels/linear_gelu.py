@@ -1,8 +1,8 @@
-"""A linear map and GELU in one pass, in Triton; `ops/linear_gelu.py` launches it.
+"""A linear layer followed by GELU in one kernel, launched by `ops/linear_gelu.py`.
 
-As many programs as there are processors walk over the tiles of the result, in groups of rows whose inputs stay in the
-cache. Tiles come and go by descriptors (TMA), while the one before is being multiplied. A tile of the result is
-finished in two halves: the first is on its way to memory while the second goes through GELU.
+Persistent programs loop over the tiles of the output, grouped by rows so that their inputs stay in the L2 cache. TMA
+loads the next tiles while the current ones are multiplied. Each output tile is finished in two halves: the first is
+stored while GELU is applied to the second.
 """
 
 import triton
@@ -16,7 +16,7 @@ LOW, HIGH = tl.constexpr(LOWEST), tl.constexpr(-LOWEST)
 
 @triton.jit
 def _gelu(x):
-    """As `gelu.FastGelu`."""
+    """The same arithmetic as `gelu.FastGelu`."""
     x = tl.maximum(x, LOW)
     near = tl.minimum(x, HIGH)
     square = near * near
@@ -32,7 +32,7 @@ def _gelu(x):
 
 @triton.jit
 def _finish(OUT, BIAS, products, row, column, columns, WIDTH: tl.constexpr):
-    """Add the bias, apply GELU, and write."""
+    """Add the bias, apply GELU, and store."""
     places = column + tl.arange(0, WIDTH)
     products += tl.load(BIAS + places, mask=places < columns, other=0.0).to(tl.float32)[None, :]
     OUT.store([row, column], _gelu(products).to(OUT.dtype))
