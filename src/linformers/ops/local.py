@@ -85,9 +85,8 @@ def _visible(
     columns = torch.arange(-size, 2 * size, device=device)
     in_window = (torch.arange(size, device=device)[:, None] - columns).abs() <= window
     positions = size * torch.arange(count, device=device)[:, None] + columns
-    exists = (positions >= 0) & (
-        positions < (n if lengths is None else lengths[:, None, None])
-    )  # ([b,] count, 3 · size)
+    end = n if lengths is None else lengths[:, None, None]
+    exists = (positions >= 0) & (positions < end)  # (count, 3 · size) or (b, count, 3 · size)
     near = in_window & exists[..., None, :]
     slots = torch.ones(1, 1, 1, k, dtype=torch.bool, device=device) if mask is None else mask
     return torch.cat([x.expand(b, count, size, -1) for x in (slots, near)], -1).flatten(0, 1)[:, None]
