@@ -23,7 +23,7 @@ def use_triton(query: Tensor, key: Tensor, mask: Tensor | None = None, *, local:
 
     Kernels that keep all keys of a head on chip are at least as fast as every SDPA backend; those that stream over the
     keys are slower (measured in bfloat16 with 64 channels per head, k from 64 to 2048, n from 512 to 65,536). With a
-    local window the kernels are always faster, because SDPA needs copies of the keys.
+    local window the kernels are always used, because SDPA needs copies of the keys.
     """
     if query.device.type not in DEVICES or is_exporting() or not (local or fits_on_chip(key)):
         return False
