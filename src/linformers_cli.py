@@ -110,12 +110,10 @@ def prepare(
         str | None, typer.Option(help="Folder or hub name of a tokenizer to use instead of training one.")
     ] = None,
     validation: Annotated[list[str] | None, typer.Option(help="File or folder to hold out; can be repeated.")] = None,
-    validation_share: Annotated[
-        float, typer.Option(help="Share of documents to hold out if --validation is not given.")
-    ] = 0.005,
+    validation_share: Annotated[float, typer.Option(help="Or share of documents to hold out.")] = 0.005,
     text_column: TextColumn = "text",
-    tokenizer_documents: Annotated[int, typer.Option(help="Number of documents to train the tokenizer on.")] = 12000,
-    workers: Annotated[int | None, typer.Option(help="Number of processes.", show_default="one per core")] = None,
+    tokenizer_documents: Annotated[int, typer.Option(min=1, help="Documents to train the tokenizer on.")] = 12000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
 ) -> None:
     """Turn raw text into a tokenizer and token shards for pretraining."""
     _check_files("SOURCES", sources)
@@ -161,9 +159,9 @@ def finetune(
     ] = None,
     text: TextColumns = "text",
     label: LabelColumn = "label",
-    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
-    epochs: Annotated[int, typer.Option(help="Number of epochs.")] = 3,
-    batch_size: Annotated[int, typer.Option(help="Batch size.")] = 32,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
     max_length: Annotated[int, typer.Option(help="Maximum tokens per text; 0 for the model's maximum.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
@@ -203,8 +201,8 @@ def predict(
     ] = None,
     model: StartModel = None,
     pairs: Annotated[bool, typer.Option("--pairs", help="Each line holds two texts separated by a tab.")] = False,
-    best: Annotated[int, typer.Option(help="Number of guesses for a mask.")] = 5,
-    batch_size: Annotated[int, typer.Option(help="Batch size.")] = 32,
+    best: Annotated[int, typer.Option(min=1, help="Number of guesses for a mask.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
 ) -> None:
     """Label each line of text, or fill in its <mask>, and print one JSON object per line."""
     from linformers import shipped
@@ -221,7 +219,7 @@ def evaluate(
     task: Annotated[str | None, typer.Option(help="Task or labeled file to score instead of perplexity.")] = None,
     text: TextColumns = "text",
     label: LabelColumn = "label",
-    rows: Annotated[int, typer.Option(help="Number of validation rows for the perplexity.")] = 1024,
+    rows: Annotated[int, typer.Option(min=1, help="Number of validation rows for the perplexity.")] = 1024,
     mask_share: Annotated[float, typer.Option(help="Share of tokens to mask for the perplexity.")] = 0.15,
 ) -> None:
     """Measure the perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
@@ -235,7 +233,7 @@ def evaluate(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 600,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 600,
     out: Out = Path("runs/demo"),
 ) -> None:
     """Measure and pretrain Linformers beside a Transformer: three to five minutes on two cores, offline."""
@@ -248,16 +246,16 @@ def demo(
 def bench(
     lengths: Annotated[str, typer.Option(help="Sequence lengths n, separated by commas.")] = "512,1024,2048,4096",
     projected: Annotated[str, typer.Option(help="Projected lengths k, separated by commas.")] = "64,128,256",
-    tokens: Annotated[int, typer.Option(help="Tokens per pass; 0 for one sequence per pass.")] = 8192,
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
-    hidden: Annotated[int, typer.Option(help="Hidden size; each head has 64 channels.")] = 256,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens per pass; 0 for one sequence per pass.")] = 8192,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size; each head has 64 channels.")] = 256,
     task: Annotated[str, typer.Option(help="inference, training, or both separated by a comma.")] = "inference",
     sharing: Sharing = "layerwise",
     projection: Annotated[str, typer.Option(help="Projection: linear, mean, max or conv.")] = "linear",
     dropout: Annotated[float, typer.Option(help="Dropout during training.")] = 0.0,
     compile: Annotated[bool, typer.Option("--compile", help="Also measure compiled models; takes minutes.")] = False,
     batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits on the GPU.")] = False,
-    memory: Annotated[int | None, typer.Option(help="GiB for the largest batch.", show_default="all")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="GiB for the largest batch.", show_default="all")] = None,
     windows: Annotated[str, typer.Option(help="Local windows w to measure too, separated by commas.")] = "",
     models: Annotated[str, typer.Option(help="Models to measure.")] = "unfused,roberta,twin,linformer",
     out: Out = Path("runs/bench"),
@@ -265,11 +263,11 @@ def bench(
     """Measure time and memory over n and k, beside the Transformers you would use instead."""
     n, k = _numbers("--lengths", lengths), _numbers("--projected", projected)
     w = _numbers("--windows", windows) if windows else []
-    from linformers.benchmark import report
+    from linformers.benchmark import efficiency
 
-    settings = report.Settings(
-        lengths=n,
-        projected=k,
+    efficiency.run(
+        n,
+        k,
         windows=w,
         tokens=tokens or None,
         layers=layers,
@@ -282,8 +280,10 @@ def bench(
         compile=compile,
         batches=batches,
         memory=memory,
+        out=out,
+        command=_command(),
+        console=_console(),
     )
-    report.run(settings, out=out, command=_command(), console=_console())
 
 
 @app.command()
@@ -291,13 +291,13 @@ def spectrum(
     model: Encoder,
     text: Texts,
     length: Length = None,
-    sentences: Annotated[int, typer.Option(help="Number of passages.")] = 1000,
+    sentences: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 1000,
     at: Annotated[
         int | None, typer.Option(help="Number of singular values whose share the heat map shows.", show_default="n/4")
     ] = None,
     seed: Seed = 0,
     text_column: TextColumn = "text",
-    workers: Annotated[int | None, typer.Option(help="Number of threads.", show_default="one per core")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")] = None,
     out: Out = Path("runs/spectrum"),
 ) -> None:
     """Measure the singular values of P in each layer and head of an encoder, as in the paper's Figure 1."""
@@ -317,7 +317,7 @@ def choose_k(
     per: Annotated[str, typer.Option(help="Choose one k per layer or per head.")] = "layer",
     sharing: Sharing = "headwise",
     length: Length = None,
-    sentences: Annotated[int, typer.Option(help="Number of passages.")] = 200,
+    sentences: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 200,
     seed: Seed = 0,
     text_column: TextColumn = "text",
     out: Out = Path("runs/choose-k"),
@@ -349,7 +349,8 @@ def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     _quiet()
-    return Console(stderr=stderr)
+    # A file gets no control characters, whatever FORCE_COLOR says.
+    return Console(stderr=stderr, force_terminal=(sys.stderr if stderr else sys.stdout).isatty())
 
 
 def _quiet() -> None:
