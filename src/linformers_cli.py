@@ -261,8 +261,8 @@ def bench(
     out: Out = Path("runs/bench"),
 ) -> None:
     """Measure time and memory over n and k, beside the Transformers you would use instead."""
-    n, k = _numbers("--lengths", lengths), _numbers("--projected", projected)
-    w = _numbers("--windows", windows) if windows else []
+    n, k = whole_numbers("--lengths", lengths), whole_numbers("--projected", projected)
+    w = whole_numbers("--windows", windows) if windows else []
     from linformers.benchmark import efficiency
 
     efficiency.run(
@@ -330,7 +330,7 @@ def choose_k(
     choose_k.run(model, list(map(str, text)), **options, out=out, command=_command(), console=_console())
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def whole_numbers(option: str, text: str) -> list[int]:
     """The numbers of an option such as `512,1024`, each once."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):

@@ -83,7 +83,10 @@ def label_powers(axes: Any) -> None:
 
 def one_legend(figure: Any, axes: Sequence[Any], where: str = "outside right center") -> None:
     """One legend for all panels."""
-    lines = {name: line for panel in axes for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    lines: dict[str, Any] = {}
+    for panel in axes:
+        for line, name in zip(*panel.get_legend_handles_labels(), strict=True):
+            lines.setdefault(name, line)
     if lines:
         figure.legend(lines.values(), lines, loc=where, fontsize=8, frameon=False)
 
