@@ -105,7 +105,7 @@ def _optional(plot: Callable[..., None]) -> Callable[..., None]:
         try:
             plot(*args, **kwargs)
         except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
+            if not str(error.name).startswith("matplotlib"):
                 raise
             print("No plot without matplotlib: pip install 'linformers[plots]'", file=sys.stderr)
 
