@@ -1,4 +1,4 @@
-"""The command line: what it answers without slow imports, how it reports errors, and the way from text to predictions."""
+"""The command line: answers without slow imports, errors, and the whole way from text to predictions."""
 
 import io
 import json

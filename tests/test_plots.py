@@ -44,13 +44,6 @@ def test_a_baseline_is_wide_and_a_variant_is_dashed():
     assert (ours[2], twin[2], plain[2]) == ("-", "-", "--")
 
 
-def test_panels_share_the_looks_of_all_names():
-    _, (left, right) = plots.new_figure(2, 3, 3)
-    plots.draw(left, {"a": POINTS}, ["a", "b"])
-    plots.draw(right, {"b": POINTS}, ["a", "b"])
-    assert left.get_lines()[0].get_color() != right.get_lines()[0].get_color()
-
-
 def test_small_differences_look_small():
     _, (axes,) = plots.new_figure(1, 3, 3)
     plots.against_length(axes, {"a": [(512, 10.0), (1024, 11.0)]})
@@ -64,15 +57,6 @@ def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch, tmp_pat
     plots.training({"run": [{"step": 1, "loss": 1.0}]}, tmp_path / "curve.png")
     assert "pip install 'linformers[plots]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_another_missing_module_is_an_error(monkeypatch, tmp_path):
-    def fail(*arguments):
-        raise ModuleNotFoundError(name="numpy")
-
-    monkeypatch.setattr(plots, "new_figure", fail)
-    with pytest.raises(ModuleNotFoundError):
-        plots.training({}, tmp_path / "curve.png")
 
 
 def test_curves_without_points(tmp_path):

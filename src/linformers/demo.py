@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from . import LinformerForMaskedLM, plots, progress
+from . import LinformerForMaskedLM, plots
 from .benchmark.efficiency import FUSED, Cell, compare, curves, mebibytes, milliseconds
 from .benchmark.measure import best_device, peak_memory
 from .checks import make_folder
@@ -50,10 +50,9 @@ def run(steps: int, out: Path, console: Console) -> int:
     """Run the demo, without repeating finished runs; return 0, or the exit code of a run that a signal stopped."""
     make_folder("out", out)
     console.print(f"[bold]1. Cost of a pass[/bold] of {TOKENS:,} tokens, as sequences get longer")
-    with progress.steps(console, 4 * len(LENGTHS)) as begin:
-        models = ("unfused", "twin", "linformer")
-        measured = compare(LENGTHS, [PROJECTED], tokens=TOKENS, models=models, on_step=begin, **SIZE)
-        cells = [cell for own in measured for cell in own]
+    options: dict[str, Any] = {"models": ("unfused", "twin", "linformer"), **SIZE}
+    measured = compare(LENGTHS, [PROJECTED], tokens=TOKENS, console=console, **options)
+    cells = [cell for own in measured for cell in own]
     console.print(length_table(cells))
 
     console.print("\n[bold]2. Pretraining on the sources of Python's standard library[/bold]")

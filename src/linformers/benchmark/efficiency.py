@@ -86,9 +86,18 @@ def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, l
 
 
 def model_configs(
-    n: int, projected: Sequence[int], models: Sequence[str] = MODELS, windows: Sequence[int] = (), **fields: Any
+    n: int,
+    projected: Sequence[int],
+    models: Sequence[str] = MODELS,
+    windows: Sequence[int] = (),
+    compile: bool = False,
+    **fields: Any,
 ) -> dict[str, PreTrainedConfig]:
-    """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`."""
+    """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`.
+
+    There is a Linformer for each k < n, without a local window and with each of `windows`. Under `compile`, all models
+    but the unfused one appear a second time, to be measured compiled.
+    """
 
     def config(**own: Any) -> LinformerConfig:
         return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **own})
@@ -98,17 +107,18 @@ def model_configs(
     same = (*sizes, "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob")
     roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in same})
     roberta._attn_implementation = "sdpa_without_mask"
-    found: dict[str, dict[str, PreTrainedConfig]] = {
-        "unfused": {UNFUSED: config(projection="identity", attn_implementation="plain")},
-        "roberta": {ROBERTA: roberta},
-        "twin": {FUSED: twin},
-        "linformer": {
-            f"Linformer k={k}" + (f" w={w}" if w else ""): config(projected_length=k, local_window=w)
-            for k, w in itertools.product(projected, (0, *windows))
-            if k < n
-        },
+    linformers = {
+        f"Linformer k={k}" + (f" w={w}" if w else ""): config(projected_length=k, local_window=w)
+        for k, w in itertools.product(projected, (0, *windows))
+        if k < n
     }
-    return {name: own for model in MODELS if model in models for name, own in found[model].items()}
+    unfused = config(projection="identity", attn_implementation="plain")
+    groups = zip(MODELS, ({UNFUSED: unfused}, {ROBERTA: roberta}, {FUSED: twin}, linformers), strict=True)
+    chosen = {name: own for model, group in groups if model in models for name, own in group.items()}
+    if compile:
+        chosen = {name + way: own for name, own in chosen.items() for way in ("", COMPILED)}
+        chosen.pop(UNFUSED + COMPILED, None)
+    return chosen
 
 
 def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
@@ -117,7 +127,7 @@ def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
         is_roberta = isinstance(config, RobertaConfig)
         model = RobertaModel(config, add_pooling_layer=False) if is_roberta else LinformerModel(config)
     model = model.to(best_dtype())
-    return torch.compile(model, dynamic=False) if compile else model
+    return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
 
 def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
@@ -129,44 +139,40 @@ def compare(
     projected: Sequence[int],
     *,
     tokens: int | None,
+    console: Console,
     tasks: Sequence[str] = ("inference",),
-    compile: bool = False,
     batches: bool = False,
     memory: int | None = None,
-    on_step: Callable[[str], None] = lambda name: None,
     **which: Any,
 ) -> Iterator[list[Cell]]:
     """Measure the models `which` (see `model_configs`) at each n and task, timed in turn.
 
-    A pass has `tokens` tokens, or is one sequence if that is `None`. Under `compile`, all models but the unfused one
-    are also measured compiled. `batches` asks for the largest batch that fits into `memory` GiB. `on_step` is called
-    with a description of each step as it begins.
+    A pass has `tokens` tokens, or is one sequence if that is `None`. `batches` asks for the largest batch that fits
+    into `memory` GiB.
     """
     torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
-    for n, task in itertools.product(lengths, tasks):
-        torch._dynamo.reset()
-        release()
-        batch = 1 if tokens is None else max(1, tokens // n)
-        configs = model_configs(n, projected, **which)
-        if compile:
-            configs = {name + way: own for name, own in configs.items() for way in ("", COMPILED)}
-            configs.pop(UNFUSED + COMPILED, None)
-        runs, peaks, largest = dict[str, Run](), dict[str, int](), dict[str, int]()
-        for name, config in configs.items():
-            on_step(f"{name}, n={n}, {task}")
-            with suppress(OutOfMemoryError), memory_errors():
-                compiled = name.endswith(COMPILED)
-                make = functools.partial(random_run, build(config, compiled), n, task)
-                if batches and not compiled:
-                    largest[name] = largest_batch(make, batch, memory)
-                run = make(batch)
-                run()  # compilation and autotuning do not count
-                peaks[name], runs[name] = peak_memory(run, best_device()), run
+    all_configs = {n: model_configs(n, projected, **which) for n in lengths}  # fails before anything is measured
+    with steps(console, len(tasks) * sum(len(configs) + 1 for configs in all_configs.values())) as begin:
+        for (n, configs), task in itertools.product(all_configs.items(), tasks):
+            torch._dynamo.reset()
             release()
-        on_step(f"timing all models, n={n}, {task}")
-        seconds = interleaved(runs)
-        ks = {name: own.projected_length if name.startswith("Linformer") else None for name, own in configs.items()}
-        yield [Cell(m, n, k, batch, task, seconds.get(m), peaks.get(m), largest.get(m)) for m, k in ks.items()]
+            batch = 1 if tokens is None else max(1, tokens // n)
+            runs, peaks, largest = dict[str, Run](), dict[str, int](), dict[str, int]()
+            for name, config in configs.items():
+                begin(f"{name}, n={n}, {task}")
+                with suppress(OutOfMemoryError), memory_errors():
+                    compiled = name.endswith(COMPILED)
+                    make = functools.partial(random_run, build(config, compiled), n, task)
+                    if batches and not compiled:
+                        largest[name] = largest_batch(make, batch, memory)
+                    run = make(batch)
+                    run()  # compilation and autotuning do not count
+                    peaks[name], runs[name] = peak_memory(run, best_device()), run
+                release()
+            begin(f"timing all models, n={n}, {task}")
+            seconds = interleaved(runs)
+            ks = {name: own.projected_length if name.startswith("Linformer") else None for name, own in configs.items()}
+            yield [Cell(m, n, k, batch, task, seconds.get(m), peaks.get(m), largest.get(m)) for m, k in ks.items()]
 
 
 def run(
@@ -176,53 +182,42 @@ def run(
     tokens: int | None,
     layers: int,
     hidden: int,
-    tasks: Sequence[str] = ("inference",),
-    models: Sequence[str] = MODELS,
-    windows: Sequence[int] = (),
-    sharing: str = "layerwise",
-    projection: str = "linear",
-    dropout: float = 0.0,
-    compile: bool = False,
-    batches: bool = False,
-    memory: int | None = None,
+    dropout: float,
+    tasks: Sequence[str],
     out: Path,
     command: str,
     console: Console,
+    **options: Any,
 ) -> None:
-    """Measure, show, and write `efficiency.json` and plots to `out`; the arguments are those of `linformers bench`."""
-    for name, chosen, known in (("task", tasks, TASKS), ("models", models, MODELS)):
+    """Measure, show, and write `efficiency.json` and plots to `out`; `options` are those of `compare`."""
+    for name, chosen, known in (("task", tasks, TASKS), ("models", options.get("models", ()), MODELS)):
         for own in chosen:
             check_choice(name, own, known)
     if hidden % 64:
         raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if min(projected) >= max(lengths):
         raise UserError(f"projected={min(projected)} leaves nothing to measure: no length exceeds it")
-    if batches and best_device() != "cuda":
+    if options.get("batches") and best_device() != "cuda":
         raise UserError("--batches needs a GPU")
-    if memory is not None and not batches:
-        raise UserError(f"memory={memory} has no effect without --batches")
-    fields = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
-    fields |= {"intermediate_size": 4 * hidden, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    fields |= {"sharing": sharing, "projection": projection}
-    which: dict[str, Any] = {"models": models, "windows": windows, **fields}
-    count = sum(len(model_configs(n, projected, **which)) for n in lengths)  # raises if a model cannot be built
+    if options.get("memory") is not None and not options.get("batches"):
+        raise UserError(f"memory={options['memory']} has no effect without --batches")
     make_folder("out", out)
-
-    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()).split(".")[1]}
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
+    options |= {**sizes, "intermediate_size": 4 * hidden}
+    options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()), "tokens": tokens}
     cells: list[Cell] = []
-    with steps(console, len(tasks) * (count * (1 + compile) + len(lengths))) as begin:
-        options: dict[str, Any] = {"tasks": tasks, "compile": compile, "batches": batches, "memory": memory}
-        for measured in compare(lengths, projected, tokens=tokens, on_step=begin, **options, **which):
-            cells += measured
-            text = json.dumps({**record, **fields, "tokens": tokens, "lengths": list(map(asdict, cells))}, indent=1)
-            (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
+    for measured in compare(lengths, projected, tokens=tokens, tasks=tasks, console=console, **options):
+        cells += measured
+        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
     for task in tasks:
-        own = [cell for cell in cells if cell.task == task]
-        for table in tables(own, task):
+        measured = [cell for cell in cells if cell.task == task]
+        for table in tables(measured, task):
             console.print(table)
-        if any(cell.seconds for cell in own):
+        if points := curves(measured, milliseconds):
             axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
-            plots.efficiency(curves(own, milliseconds), curves(own, mebibytes), out / f"{task}.png", axis)
+            plots.efficiency(points, curves(measured, mebibytes), out / f"{task}.png", axis)
     console.print(f"Results are in {out}", markup=False)
 
 
@@ -232,16 +227,16 @@ def tables(cells: Sequence[Cell], task: str) -> Iterator[Table]:
     names, lengths = (list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in ("model", "n"))
     best = (next((own for own in (rival + COMPILED, rival) if own in names), None) for rival in (ROBERTA, FUSED))
     rivals = [own for own in best if own] or [own for own in names if own == UNFUSED]
-    measures = {"Milliseconds": milliseconds, "MiB beside the weights": mebibytes}
+    measures: dict[str, Callable[[Cell], float]] = {"Milliseconds": milliseconds, "MiB beside the weights": mebibytes}
     if any(cell.largest_batch is not None for cell in cells):
         measures["Largest batch"] = lambda cell: cell.largest_batch or 0
 
     def text(cell: Cell | None, value: Callable[[Cell], float]) -> str:
         if cell is None or cell.seconds is None:
             return "–" if cell is None else "out of memory"
-        others = [found[rival, cell.n] for rival in rivals if cell.k is not None]
-        ratios = [f"{value(cell) / value(other):.2f}" if value(other) else "–" for other in others]
-        return f"{value(cell):,.{1 if value(cell) < 100 else 0}f}" + (f" ({' / '.join(ratios)})" if ratios else "")
+        own, others = value(cell), [value(found[rival, cell.n]) for rival in rivals if cell.k is not None]
+        ratios = " / ".join(f"{own / other:.2f}" if other else "–" for other in others)
+        return (f"{own:,}" if isinstance(own, int) else f"{own:,.1f}") + (f" ({ratios})" if ratios else "")
 
     for title, value in measures.items():
         relative = f" (relative to {' / '.join(rivals)})" if rivals else ""

@@ -28,8 +28,8 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
         return
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "memory" not in str(error):
             raise
         error.__traceback__ = None  # its frames hold tensors
         reason = OutOfMemoryError(str(error).splitlines()[0])
