@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,18 @@ def save(figure: Any, path: Path) -> None:
     figure.savefig(path)
 
 
-def _optional(plot: Callable[..., None]) -> Callable[..., None]:
-    """Without matplotlib, say what to install instead of plotting."""
-
-    @functools.wraps(plot)
-    def attempt(*args: Any, **kwargs: Any) -> None:
-        try:
-            plot(*args, **kwargs)
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("matplotlib"):
-                raise
-            print("No plot without matplotlib: pip install 'linformers[plots]'", file=sys.stderr)
-
-    return attempt
+@contextmanager
+def optional() -> Iterator[None]:
+    """Skip a plot if matplotlib is missing, and say what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("matplotlib"):
+            raise
+        print("No plot without matplotlib: pip install 'linformers[plots]'", file=sys.stderr)
 
 
-@_optional
+@optional()
 def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, xlabel: str, losses: Curves | None = None) -> None:
     """Time and memory of a pass over n and, if there are any, training losses."""
     figure, axes = new_figure(3 if losses else 2, 13.4 if losses else 9.6, 3.5)
@@ -126,7 +122,7 @@ def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, xlabel: str,
     save(figure, path)
 
 
-@_optional
+@optional()
 def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Training loss and validation perplexity over the step, from the records of each run."""
     figure, axes = new_figure(2, 7.6, 3.4)
@@ -137,25 +133,4 @@ def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Non
     axes[1].set(title="Validation", xlabel="step", ylabel="perplexity", yscale="log")
     label_powers(axes[1])
     one_legend(figure, axes, "outside lower center")
-    save(figure, path)
-
-
-@_optional
-def spectrum(by_layer: Any, spread: Any, shares: Any, at: int, title: str, path: Path) -> None:
-    """Figure 1: cumulative singular values of each layer, (layers, n), and the share of the first `at` by head."""
-    figure, (left, right) = new_figure(2, 7.6, 3.7)
-    figure.suptitle(title, fontsize=8, wrap=True)
-    layers, n = by_layer.shape
-    for layer, (mean, std) in enumerate(zip(by_layer, spread, strict=True), 1):
-        color = (0.2, layer / layers, 1 - 0.6 * layer / layers)  # from blue to green
-        left.plot(range(1, n + 1), mean, color=color, lw=1.2, label=f"layer {layer}")
-        left.fill_between(range(1, n + 1), mean - std, mean + std, color=color, alpha=0.12, lw=0)
-    left.plot([1, n], [1 / n, 1], ":", color="#999999", label="flat")
-    left.axvline(at, color="#999999", lw=0.8)
-    left.set(title="Singular values of P", xlabel="number of singular values", ylabel="share of their sum")
-    left.legend(fontsize=6, ncols=2, frameon=False)
-    right.grid(visible=False)
-    image = right.imshow(shares, aspect="auto", origin="lower", extent=(0.5, shares.shape[1] + 0.5, 0.5, layers + 0.5))
-    right.set(title=f"Share of the first {at}", xlabel="head", ylabel="layer")
-    figure.colorbar(image, ax=right)
     save(figure, path)
