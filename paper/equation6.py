@@ -3,7 +3,7 @@ r"""Equation 6: P replaced by its best approximation of rank k, compared with E 
 The paper rejects this approach because it decomposes every P. Here a pretrained encoder computes with P_low, the best
 matrix of rank k (Eckart and Young), and with P̄ Fᵀ, where P̄ = softmax(Q (EᵀK)ᵀ / √d) and E and F are averages over
 windows, fitted to the passage at hand (do such E and F exist?), or fitted to other passages (does one pair serve all
-inputs?). Run as `python -m paper.equation6 MODEL --text FOLDER`.
+inputs?).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from linformers.progress import steps
 from linformers.projections import window_matrix
 
 from . import report
-from .heads import check_plain, recording
+from .heads import recording
 
 TITLE = "Equation 6: P replaced by its best rank k"
 EXACT, SVD, PROJECTED = "exact", "best rank k (SVD)", "E, F"
@@ -69,8 +69,7 @@ def fit(
     for _ in range(steps):
         rows = torch.randperm(len(query), generator=generator)[:batch].to(query.device)
         q, k_, v = query[rows], key[rows], value[rows]
-        with torch.no_grad():
-            target = scaled_dot_product_attention(q, k_, v)
+        target = scaled_dot_product_attention(q, k_, v)
         error = scaled_dot_product_attention(q, E.mT @ k_, F.mT @ v) - target
         loss = (error.square().sum((-1, -2)) / target.square().sum((-1, -2))).mean()
         optimizer.zero_grad()
@@ -80,54 +79,59 @@ def fit(
     return E.detach(), F.detach()
 
 
-def fit_layers(model: PreTrainedModel, ids: Tensor, k: int, name: str, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """E and F of each layer, fitted to passages (count, n)."""
-    inputs: list[list[list[Tensor]]] = []  # by passage, layer, and query, key, value
-    with torch.no_grad(), recording(model, name) as seen:
-        for row in ids:
-            model(row[None].to(model.device))
-            inputs.append([list(tensors) for tensors in seen])
-    layers = [[torch.cat(own) for own in zip(*layer, strict=True)] for layer in zip(*inputs, strict=True)]
-    return [fit(*layer, k, seed=place, **options) for place, layer in enumerate(layers)]  # type: ignore[misc]
+def attend(model: PreTrainedModel, passage: Tensor, name: str) -> tuple[Tensor, list[list[Tensor]]]:
+    """The last hidden states, and the queries, keys, values and P of each layer, on a passage (n,)."""
+    probs: list[Tensor] = []
+    watch = attentions.WatchAttention(lambda layer, own: probs.append(own), len(passage))
+    with torch.no_grad(), recording(model, name) as seen, watch:
+        output = model(passage[None].to(model.device)).last_hidden_state
+    identity = torch.eye(len(passage), device=output.device)
+    plain = [linear(query, key, identity, identity) for query, key, _ in seen]
+    if len(plain) != len(probs) or any((own - p).abs().max() > 1e-4 for own, p in zip(plain, probs, strict=True)):
+        raise UserError(
+            f"model={name!r} shares maps between layers, adds a bias to its logits, or rotates queries and keys; use "
+            "an encoder whose P is softmax(Q Kᵀ/√d), such as BERT, RoBERTa or DistilBERT"
+        )
+    return output, [[*own, p] for own, p in zip(seen, probs, strict=True)]
+
+
+def fit_layers(passages: Sequence[Sequence[Sequence[Tensor]]], k: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """E and F of each layer, fitted to the layers of some passages, as `attend` returns them."""
+    layers = [[torch.cat(own) for own in zip(*layer, strict=True)][:3] for layer in zip(*passages, strict=True)]
+    return [fit(*layer, k, seed=place, **options) for place, layer in enumerate(layers)]
 
 
 def losses(
     model: PreTrainedModel, ids: Tensor, k: int, name: str, fitted: Sequence[tuple[Tensor, Tensor]], steps: int
 ) -> list[dict[str, Any]]:
-    """Relative errors at k of each way, on passages (count, n); `fitted` are E and F fitted to other passages.
+    """Relative errors of each way at k, on passages (count, n); `fitted` are E and F fitted to other passages.
 
     `heads` is the error of PV, averaged over layers, heads and passages, with exact inputs; `model` is the error of the
     last hidden states if all layers are approximated.
     """
-    n = ids.shape[1]
+    n, sums = ids.shape[1], dict[str, Tensor]()
     window = window_matrix(n, k, n, model.device)
-    sums: dict[str, Tensor] = {}
     for row in ids:
-        tokens = row[None].to(model.device)
-        own = fit_layers(model, row[None], k, name, steps=steps, rate=OWN_RATE)
-        with torch.no_grad(), recording(model, name) as seen:
-            ways: dict[str, Callable[[int, Tensor], Tensor]] = {
-                SVD: lambda layer, probs: low_rank(probs, k),
-                OWN: lambda layer, probs, own=own, seen=seen: linear(*seen[layer][:2], *own[layer]),
-                OTHERS: lambda layer, probs, seen=seen: linear(*seen[layer][:2], *fitted[layer]),
-                POOLED: lambda layer, probs, seen=seen: linear(*seen[layer][:2], window, window),
-                UNIFORM: lambda layer, probs: torch.full_like(probs, 1 / n),
-            }
-            exact = model(tokens).last_hidden_state
-            for way, replace in ways.items():
-                errors: list[Tensor] = []
-
-                def compare(layer: int, probs: Tensor, replace: Any = replace, errors: Any = errors) -> None:
-                    value = seen[layer][2]
-                    difference, whole = (replace(layer, probs) - probs) @ value, probs @ value
-                    errors.append(difference.norm(dim=(-1, -2)) / whole.norm(dim=(-1, -2)))
-
-                with attentions.WatchAttention(compare, n):
-                    model(tokens)
+        exact, layers = attend(model, row, name)
+        own = fit_layers([layers], k, steps=steps, rate=OWN_RATE)
+        ways: dict[str, Callable[..., Tensor]] = {
+            SVD: lambda layer, probs, query, key: low_rank(probs, k),
+            OWN: lambda layer, probs, query, key, own=own: linear(query, key, *own[layer]),
+            OTHERS: lambda layer, probs, query, key: linear(query, key, *fitted[layer]),
+            POOLED: lambda layer, probs, query, key: linear(query, key, window, window),
+            UNIFORM: lambda layer, probs, query, key: torch.full_like(probs, 1 / n),
+        }
+        for way, approximate in ways.items():
+            errors = []
+            for layer, (query, key, value, probs) in enumerate(layers):
+                difference = (approximate(layer, probs, query, key) - probs) @ value
+                errors.append(difference.norm(dim=(-1, -2)) / (probs @ value).norm(dim=(-1, -2)))
+            with torch.no_grad(), recording(model, name) as seen:
+                replace = lambda layer, probs, way=approximate, seen=seen: way(layer, probs, *seen[layer][:2])  # noqa: E731
                 with attentions.WatchAttention(replace, n):
-                    approximate = model(tokens).last_hidden_state
-                both = torch.stack([torch.cat(errors).mean(), (approximate - exact).norm() / exact.norm()]).cpu()
-                sums[way] = sums.get(way, 0) + both / len(ids)
+                    output = model(row[None].to(model.device)).last_hidden_state
+            both = torch.stack([torch.cat(errors).mean(), (output - exact).norm() / exact.norm()]).cpu()
+            sums[way] = sums.get(way, torch.zeros(2)) + both / len(ids)
     return [{"way": way, "k": k, "heads": float(own[0]), "model": float(own[1])} for way, own in sums.items()]
 
 
@@ -158,20 +162,18 @@ def run(options: argparse.Namespace, console: Console) -> None:
     projected = options.projected or list(dict.fromkeys(max(1, n // part) for part in (16, 8, 4, 2)))
     if max(projected) >= n:
         raise UserError(f"projected={max(projected)} must be below length={n}")
-    sizes = [options.passages, options.others]
-    ids = attentions.passages(
-        options.text, tokenizer, n, sum(sizes), seed=options.seed, text_column=options.text_column
-    )
+    sizes, drawn = [options.passages, options.others], {"seed": options.seed, "text_column": options.text_column}
+    ids = attentions.passages(options.text, tokenizer, n, sum(sizes), **drawn)
     if len(ids) < sum(sizes):
         raise UserError(f"passages={sizes[0]} and others={sizes[1]} exceed the {len(ids)} of length={n} in text")
-    passages, others = ids.split(sizes)
     _, heads = attentions.check_full_attention(model, ids, options.model)
-    check_plain(model, ids, options.model)
+    passages, others = ids.split(sizes)
+    known = [[own[:3] for own in attend(model, row, options.model)[1]] for row in others]  # P would take much memory
     found = []
     with steps(console, len(projected) + 1) as step:
         for k in projected:
             step(f"k={k}")
-            fitted = fit_layers(model, others, k, options.model, steps=options.steps, rate=OTHERS_RATE)
+            fitted = fit_layers(known, k, steps=options.steps, rate=OTHERS_RATE)
             found += losses(model, passages, k, options.model, fitted, options.steps)
         step("times")
         times = seconds(n, projected, heads, model.config.hidden_size // heads, model.device)
@@ -187,11 +189,7 @@ def collect(work: Any) -> dict[str, Any]:
     errors: dict[str, dict[int, Any]] = {}
     for loss in record["losses"]:
         errors.setdefault(loss["way"], {})[loss["k"]] = loss
-    projected = list(errors[SVD])
-    times = {
-        way: {k: 1000 * own.get(str(k), own.get("null", 0)) for k in projected}
-        for way, own in record["seconds"].items()
-    }
+    times = {way: {k: 1000 * own[str(k)] for k in errors[SVD]} for way, own in record["seconds"].items()}
     runs = {"equation6": {name: record[name] for name in report.ORIGIN}}
     return {"runs": runs, "model": record["model"], "n": record["n"], "errors": errors, "times": times}
 
@@ -201,7 +199,7 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
     errors = {way: [(k, loss["heads"]) for k, loss in own.items()] for way, own in record["errors"].items()}
     times = {way: list(own.items()) for way, own in record["times"].items()}
     figure, axes = plots.new_figure(2, 9.6, 3.4)
-    plots.against_length(axes[0], errors, title="Error of P V", xlabel="k", ylabel="relative to P V")
+    plots.against_length(axes[0], errors, [*errors, *times], title="Error of P V", xlabel="k", ylabel="relative to P V")
     plots.against_length(axes[1], times, [*errors, *times], title="Attention of one layer", xlabel="k", ylabel="ms")
     plots.one_legend(figure, axes)
     plots.save(figure, folder / "equation6.png")

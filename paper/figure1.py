@@ -75,17 +75,13 @@ def collect(work: Any) -> dict[str, Any]:
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> None:
-    """The first, middle and last layer of each encoder, a panel for each text."""
+    """Cumulative shares, averaged over layers and heads, with a panel for each text."""
     figure, axes = plots.new_figure(len(TEXTS), 9.6, 3.6)
     for panel, text in zip(axes, TEXTS, strict=True):
-        curves = {}
-        for row, own in record["rows"].items():
-            if row.endswith(f"-{text}"):
-                curves[row.removesuffix(f"-{text}")] = list(enumerate(np.mean(own["cumulative_by_layer"], 0), 1))
+        rows = {row.removesuffix(f"-{text}"): own for row, own in record["rows"].items() if row.endswith(f"-{text}")}
+        curves = {row: list(enumerate(np.mean(own["cumulative_by_layer"], 0), 1)) for row, own in rows.items()}
         plots.draw(panel, curves, marker="")
-        panel.set(
-            title=f"{text}, mean over layers and heads", xlabel="number of singular values", ylabel="share of their sum"
-        )
+        panel.set(title=text, xlabel="number of singular values", ylabel="share of their sum")
     plots.one_legend(figure, axes)
     plots.save(figure, folder / "figure1.png")
 

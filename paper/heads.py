@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linformers.analysis.attentions import WatchAttention
 from linformers.errors import UserError
 
 # What encoders call the linear maps of queries, keys and values.
@@ -114,20 +113,6 @@ def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int, name: str) -> l
         model(ids[None].to(model.device))
     per_head = [tensor[0].cpu().unbind(0) for tensor in seen[layer - 1]]
     return [Head(f"layer {layer} head {i}", *parts) for i, parts in enumerate(zip(*per_head, strict=True), 1)]
-
-
-def check_plain(model: PreTrainedModel, ids: Tensor, name: str) -> None:
-    """Refuse a model whose P is more than softmax(Q Kᵀ/√d) of each layer's own maps, on passages (count, n)."""
-    found: list[Tensor] = []
-    with torch.no_grad(), recording(model, name) as seen:
-        with WatchAttention(lambda layer, probs: found.append(probs), ids.shape[1]):
-            model(ids[:1].to(model.device))
-        plain = [(query @ key.mT / math.sqrt(query.shape[-1])).softmax(-1) for query, key, _ in seen]
-    if len(plain) != len(found) or any((own - p).abs().max() > 1e-4 for own, p in zip(plain, found, strict=True)):
-        raise UserError(
-            f"model={name!r} shares maps between layers, adds a bias to its logits, or rotates queries and keys; use "
-            "an encoder whose P is softmax(Q Kᵀ/√d), such as BERT, RoBERTa or DistilBERT"
-        )
 
 
 def pick_heads(heads: list[Head]) -> dict[str, int]:

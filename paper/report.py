@@ -59,5 +59,8 @@ def page(name: str, title: str, record: Mapping[str, Any]) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
     made = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     body = made.get_template(f"{name}.md").render(record)
-    runs = dict.fromkeys(f"`{own['command']}` (commit {str(own['commit'])[:7]})" for own in record["runs"].values())
-    return f"# {title}\n\n{body.strip()}\n\n![{title}]({name}.png)\n\nMade by {', '.join(runs)}.\n"
+    runs = list(record["runs"].values())
+    made_by = f"Made by `{runs[0]['command']}` at commit {str(runs[0]['commit'])[:7]}."
+    if len(runs) > 1:
+        made_by = f"{len(runs)} runs; `{name}.json` has the command and the commit of each."
+    return f"# {title}\n\n{body.strip()}\n\n![{title}]({name}.png)\n\n{made_by}\n"

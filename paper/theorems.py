@@ -28,22 +28,6 @@ LEMMA_DRAWS = 20000
 DELTAS = (0.0, 0.01, 0.1, 0.3, 1.0, 3.0)  # δ of Theorem 2 besides 1/n; 0 stands for 2⁻ⁿ
 FULL = {"far": (65536, 262144), "fit_length": 512, "fit_steps": 500, "fit_k": (8, 16, 32, 64, 128, 256)}
 QUICK = {"far": (), "fit_length": 128, "fit_steps": 20, "fit_k": (8, 32)}
-SOFTMAX, EXP, KEPT = "Theorem 2, softmax", "Theorem 2, exp", "k tokens kept"
-# A claim, its statement and norms in the records, and whether it is about δ = 1/n alone.
-CLAIMS = (
-    ("Lemma, 1: ‖Rx‖ ≤ (1+ε)‖x‖", "JL 1", ("|x|",), False),
-    ("the same with squares on both sides", "JL 1", ("|x|, squared",), False),
-    ("Lemma, 2, within ε‖x‖‖y‖", "JL 2", ("|x||y|", "|x||y|, y = x"), False),
-    ("Lemma, 2, within ε\\|xy\\|, as the proof of Theorem 1 uses it", "JL 2", ("|xy|",), False),
-    ("Theorem 1: P RᵀR w within ε‖Pw‖", "Theorem 1", ("|Pw|",), False),
-    ("every row within ε\\|uw\\|, which its proof adds up", "Theorem 1", ("|uw|",), False),
-    ("every row within ε‖u‖‖w‖", "Theorem 1", ("|u||w|",), False),
-    ("Theorem 2: E and F of its proof, within ε‖s‖‖V‖, δ = 1/n", SOFTMAX, ("|s||V|",), True),
-    ("the same within ε‖sV‖, any δ", SOFTMAX, ("|sV|",), False),
-    ("exp instead of softmax, within ε‖s‖‖V‖, δ = 1/n", EXP, ("|s||V|",), True),
-    ("exp instead of softmax, within ε‖sV‖, any δ", EXP, ("|sV|",), False),
-    ("k random tokens instead, within ε‖s‖‖V‖", KEPT, ("|s||V|",), False),
-)
 
 
 def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
@@ -88,15 +72,12 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
         lengths, fit_length = [n for n in options.lengths if n <= most] or [most], min(fit_length, most)
         layer = options.layer or (len(find_maps(model, name)) + 1) // 2
         for kind, place in pick_heads(layer_heads(model, passages[0], layer, name)).items():
-
-            def head_on(
-                ids: Any, title: str = f"{name} layer {layer} head {place + 1} ({kind})", place: int = place
-            ) -> Head:
-                return replace(layer_heads(model, ids, layer, name)[place], name=title)
-
-            for n in lengths:
-                test(head_on(passages[0, :n]), DELTAS if n == lengths[-1] else ())
-            fit(head_on(passages[0, :fit_length]), head_on(passages[-1, :fit_length]))
+            heads = [layer_heads(model, passages[0, :n], layer, name)[place] for n in lengths]
+            fitted = [layer_heads(model, own[:fit_length], layer, name)[place] for own in (passages[0], passages[-1])]
+            named = [replace(own, name=f"{name} layer {layer} head {place + 1} ({kind})") for own in (*heads, *fitted)]
+            for head in named[:-2]:
+                test(head, DELTAS if head.n == lengths[-1] else ())
+            fit(*named[-2:])
     fit(*(drawn(fit_length, min(options.dims), which) for which in (0, 1)))
     return found
 
@@ -136,64 +117,40 @@ def pick(records: Iterable[Mapping[str, Any]], statement: str, *norms: str) -> l
     return [each for each in records if each["statement"].startswith(statement) and each["norm"] in norms]
 
 
-def is_limit(record: Mapping[str, Any]) -> bool:
-    return record["delta"] == 1 / record["n"]
-
-
 def collect(work: Any) -> dict[str, Any]:
     """The numbers of the page and the figure, from `theorems.json`."""
     whole = report.read(work.results / "theorems" / "theorems.json")
     if whole is None:
         return {"runs": {}}
     records = [dict(zip(whole["columns"], row, strict=True)) for row in whole["records"]]
-    claims = []
-    for label, statement, norms, at_limit in CLAIMS:
-        own = [r for r in pick(records, statement, *norms) if r["bound"] < 1 and (not at_limit or is_limit(r))]
-        broken, zeros = sum(r["contradicted"] for r in own), sum(r["zero_rate"] == 0 for r in own)
-        claims.append({"label": label, "settings": len(own), "broken": broken, "zeros": zeros})
+    for own in records:
+        own |= {"limit": own["delta"] == 1 / own["n"], "real": not own["inputs"].startswith(RANDOM)}
     last: dict[str, Any] = {}  # Theorem 1 by input, at the largest n, d and ε
-    for r in sorted(pick(records, "Theorem 1", "|Pw|"), key=lambda r: (r["n"], r["d"], r["epsilon"])):
-        last[r["inputs"]] = r
-    second = [r for r in pick(records, "Theorem 2", "|s||V|") if r["bound"] < 1 and is_limit(r)]
-    noisy = [r for r in pick(second, SOFTMAX, "|s||V|") if r["contradicted"] and r["zero_rate"] == 0]
-    real = [r for r in records if not r["inputs"].startswith(RANDOM)]
-    return {
-        "runs": {"theorems": {name: whole[name] for name in report.ORIGIN}},
-        **{name: whole[name] for name in ("draws", "fits", "proof", "limits")},
-        **{"records": records, "claims": claims, "theorem_1": list(last.values())},
-        "hard": [r["failures"] for r in second if r["zero_rate"] > 0.5],
-        "noisy": sorted(noisy, key=lambda r: (r["rate"], r["n"])),
-        "kept": [r["error"] for r in pick(real, KEPT, "|sV|") if r["k"] < r["n"]],
-        "constructed": [r["error"] for r in pick(real, SOFTMAX, "|sV|")],
-    }
+    for own in sorted(pick(records, "Theorem 1", "|Pw|"), key=lambda own: (own["n"], own["d"], own["epsilon"])):
+        last[own["inputs"]] = own
+    runs = {"theorems": {name: whole[name] for name in report.ORIGIN}}
+    parts = {name: whole[name] for name in ("draws", "fits", "proof", "limits")}
+    return {"runs": runs, **parts, "records": records, "pick": pick, "theorem_1": list(last.values())}
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> None:
-    """Errors of both theorems against n, and of fitted E and F against k."""
-    epsilon, d = (max(r[name] for r in record["records"]) for name in ("epsilon", "d"))
-    records = [r for r in record["records"] if r["epsilon"] == epsilon and (r["d"] == d or RANDOM not in r["inputs"])]
+    """Errors of both theorems against n, at the largest ε and d."""
+    epsilon, d = (max(own[name] for own in record["records"]) for name in ("epsilon", "d"))
+    records = [own for own in record["records"] if own["epsilon"] == epsilon and (own["d"] == d or own["real"])]
     first: dict[str, list[tuple[float, float]]] = {}
-    for r in pick(records, "Theorem 1", "|Pw|"):
-        first.setdefault(r["inputs"], []).append((r["n"], r["error"]))
-    own = [
-        r for r in records if r["inputs"] == RANDOM and (is_limit(r) or (r["statement"] == KEPT and r["k"] < r["n"]))
-    ]
-    names = {"softmax": f"{SOFTMAX}, stated", "exp": f"{EXP}, stated", "k random tokens": KEPT}
-    second = {name: [(r["n"], r["error"]) for r in pick(own, start, "|s||V|")] for name, start in names.items()}
-    second["zeros"] = [(r["n"], r["zero"]) for r in pick(own, f"{SOFTMAX}, stated", "|s||V|")]
-    name = next((fit["inputs"] for fit in record["fits"] if "median" in fit["inputs"]), record["fits"][0]["inputs"])
-    labels = {"fitted": "E, F fitted", "fitted_elsewhere": "the same, another input", "windows": "mean pooling"}
-    labels |= {"constructed_best": "E, F of Theorem 2", "best_rank": "best rank k (SVD)"}
-    fits = [fit for fit in record["fits"] if fit["inputs"] == name]
-    third = {label: [(fit["k"], fit[field]) for fit in fits] for field, label in labels.items()}
-    figure, axes = plots.new_figure(3, 14, 4)
-    for panel, curves, title, xlabel, ylabel in (
-        (axes[0], first, f"Theorem 1 at its k, ε = {epsilon:g}", "n", "error / ‖Pw‖"),
-        (axes[1], second, "Theorem 2 at its k, random input", "n", "error / ‖s‖‖V‖"),
-        (axes[2], third, f"Existence: {name}", "k", "error / ‖PV‖"),
-    ):
-        drawn = {own: points for own, points in curves.items() if points}
-        plots.against_length(panel, drawn, title=title, xlabel=xlabel, ylabel=ylabel)
+    for own in pick(records, "Theorem 1", "|Pw|"):
+        first.setdefault(own["inputs"], []).append((own["n"], own["error"]))
+    random = [own for own in records if own["inputs"] == RANDOM and own["k"] < own["n"]]
+    stated = pick([own for own in random if own["limit"]], "Theorem 2, softmax, stated", "|s||V|")
+    second = {
+        "E, F of Theorem 2": [(own["n"], own["error"]) for own in stated],
+        "k random tokens": [(own["n"], own["error"]) for own in pick(random, "k tokens kept", "|s||V|")],
+        "zeros": [(own["n"], own["zero"]) for own in stated],
+    }
+    figure, axes = plots.new_figure(2, 9.6, 4)
+    for panel, curves, name, norm in ((axes[0], first, "Theorem 1", "‖Pw‖"), (axes[1], second, "Theorem 2", "‖s‖‖V‖")):
+        shown = {own: points for own, points in curves.items() if points}
+        plots.against_length(panel, shown, title=f"{name}, ε = {epsilon:g}", xlabel="n", ylabel=f"error / {norm}")
         panel.legend(fontsize=6, frameon=False)
     plots.save(figure, folder / "theorems.png")
 
