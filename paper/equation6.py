@@ -32,7 +32,7 @@ from linformers.progress import steps
 from linformers.projections import window_matrix
 
 from . import report
-from .heads import recording
+from .heads import attention_as, observe
 
 TITLE = "Equation 6: P replaced by its best rank k"
 EXACT, SVD, PROJECTED = "exact", "best rank k (SVD)", "E, F"
@@ -51,9 +51,17 @@ def low_rank(probs: Tensor, k: int) -> Tensor:
     return (precise @ leading @ leading.mT).to(probs.dtype)
 
 
-def linear(query: Tensor, key: Tensor, E: Tensor, F: Tensor) -> Tensor:
-    """P̄ Fᵀ, (b, h, n, n), which gives linear attention when multiplied by V. E and F are (n, k) or (h, n, k)."""
-    return (query @ (E.mT @ key).mT / math.sqrt(query.shape[-1])).softmax(-1) @ F.mT
+def linear(query: Tensor, key: Tensor, value: Tensor, E: Tensor, F: Tensor) -> Tensor:
+    """Linear attention, P̄ Fᵀ V, with E and F of (n, k) or (h, n, k)."""
+    return scaled_dot_product_attention(query, E.mT @ key, F.mT @ value)
+
+
+def attention_matrix(query: Tensor, key: Tensor) -> Tensor:
+    return (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-1)
+
+
+def relative_error(output: Tensor, exact: Tensor) -> Tensor:
+    return (output - exact).norm(dim=(-1, -2)) / exact.norm(dim=(-1, -2))
 
 
 def fit(
@@ -68,10 +76,8 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         rows = torch.randperm(len(query), generator=generator)[:batch].to(query.device)
-        q, k_, v = query[rows], key[rows], value[rows]
-        target = scaled_dot_product_attention(q, k_, v)
-        error = scaled_dot_product_attention(q, E.mT @ k_, F.mT @ v) - target
-        loss = (error.square().sum((-1, -2)) / target.square().sum((-1, -2))).mean()
+        inputs = query[rows], key[rows], value[rows]
+        loss = relative_error(linear(*inputs, E, F), scaled_dot_product_attention(*inputs)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -79,25 +85,9 @@ def fit(
     return E.detach(), F.detach()
 
 
-def attend(model: PreTrainedModel, passage: Tensor, name: str) -> tuple[Tensor, list[list[Tensor]]]:
-    """The last hidden states, and the queries, keys, values and P of each layer, on a passage (n,)."""
-    probs: list[Tensor] = []
-    watch = attentions.WatchAttention(lambda layer, own: probs.append(own), len(passage))
-    with torch.no_grad(), recording(model, name) as seen, watch:
-        output = model(passage[None].to(model.device)).last_hidden_state
-    identity = torch.eye(len(passage), device=output.device)
-    plain = [linear(query, key, identity, identity) for query, key, _ in seen]
-    if len(plain) != len(probs) or any((own - p).abs().max() > 1e-4 for own, p in zip(plain, probs, strict=True)):
-        raise UserError(
-            f"model={name!r} shares maps between layers, adds a bias to its logits, or rotates queries and keys; use "
-            "an encoder whose P is softmax(Q Kᵀ/√d), such as BERT, RoBERTa or DistilBERT"
-        )
-    return output, [[*own, p] for own, p in zip(seen, probs, strict=True)]
-
-
-def fit_layers(passages: Sequence[Sequence[Sequence[Tensor]]], k: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """E and F of each layer, fitted to the layers of some passages, as `attend` returns them."""
-    layers = [[torch.cat(own) for own in zip(*layer, strict=True)][:3] for layer in zip(*passages, strict=True)]
+def fit_layers(passages: Sequence[Any], k: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """E and F of each layer, fitted to passages of which `observe` returned the queries, keys and values."""
+    layers = [[torch.cat(own) for own in zip(*layer, strict=True)] for layer in zip(*passages, strict=True)]
     return [fit(*layer, k, seed=place, **options) for place, layer in enumerate(layers)]
 
 
@@ -112,25 +102,22 @@ def losses(
     n, sums = ids.shape[1], dict[str, Tensor]()
     window = window_matrix(n, k, n, model.device)
     for row in ids:
-        exact, layers = attend(model, row, name)
+        exact, layers = observe(model, row, name)
         own = fit_layers([layers], k, steps=steps, rate=OWN_RATE)
         ways: dict[str, Callable[..., Tensor]] = {
-            SVD: lambda layer, probs, query, key: low_rank(probs, k),
-            OWN: lambda layer, probs, query, key, own=own: linear(query, key, *own[layer]),
-            OTHERS: lambda layer, probs, query, key: linear(query, key, *fitted[layer]),
-            POOLED: lambda layer, probs, query, key: linear(query, key, window, window),
-            UNIFORM: lambda layer, probs, query, key: torch.full_like(probs, 1 / n),
+            SVD: lambda layer, *inputs: low_rank(attention_matrix(*inputs[:2]), k) @ inputs[2],
+            OWN: lambda layer, *inputs, own=own: linear(*inputs, *own[layer]),
+            OTHERS: lambda layer, *inputs: linear(*inputs, *fitted[layer]),
+            POOLED: lambda layer, *inputs: linear(*inputs, window, window),
+            UNIFORM: lambda layer, query, key, value: value.mean(-2, keepdim=True).expand_as(value),
         }
         for way, approximate in ways.items():
-            errors = []
-            for layer, (query, key, value, probs) in enumerate(layers):
-                difference = (approximate(layer, probs, query, key) - probs) @ value
-                errors.append(difference.norm(dim=(-1, -2)) / (probs @ value).norm(dim=(-1, -2)))
-            with torch.no_grad(), recording(model, name) as seen:
-                replace = lambda layer, probs, way=approximate, seen=seen: way(layer, probs, *seen[layer][:2])  # noqa: E731
-                with attentions.WatchAttention(replace, n):
-                    output = model(row[None].to(model.device)).last_hidden_state
-            both = torch.stack([torch.cat(errors).mean(), (output - exact).norm() / exact.norm()]).cpu()
+            with torch.no_grad(), attention_as(model, name, approximate):
+                output = model(row[None].to(model.device)).last_hidden_state
+            heads = [
+                relative_error(approximate(i, *own), scaled_dot_product_attention(*own)) for i, own in enumerate(layers)
+            ]
+            both = torch.stack([torch.cat(heads).mean(), relative_error(output, exact)[0]]).cpu()
             sums[way] = sums.get(way, torch.zeros(2)) + both / len(ids)
     return [{"way": way, "k": k, "heads": float(own[0]), "model": float(own[1])} for way, own in sums.items()]
 
@@ -141,8 +128,8 @@ def seconds(n: int, projected: Sequence[int], heads: int, d: int, device: Any) -
     projections = {k: torch.randn(n, k, device=device) / n for k in projected}
     ways: dict[str, Callable[[int], Tensor]] = {
         EXACT: lambda k: scaled_dot_product_attention(query, key, value),
-        SVD: lambda k: low_rank((query @ key.mT / math.sqrt(d)).softmax(-1), k) @ value,
-        PROJECTED: lambda k: scaled_dot_product_attention(query, *(projections[k].mT @ own for own in (key, value))),
+        SVD: lambda k: low_rank(attention_matrix(query, key), k) @ value,
+        PROJECTED: lambda k: linear(query, key, value, projections[k], projections[k]),
     }
     found: dict[str, dict[str, float]] = {way: {} for way in ways}
     for way, k in itertools.product(ways, projected):
@@ -168,7 +155,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise UserError(f"passages={sizes[0]} and others={sizes[1]} exceed the {len(ids)} of length={n} in text")
     _, heads = attentions.check_full_attention(model, ids, options.model)
     passages, others = ids.split(sizes)
-    known = [[own[:3] for own in attend(model, row, options.model)[1]] for row in others]  # P would take much memory
+    known = [observe(model, row, options.model)[1] for row in others]
     found = []
     with steps(console, len(projected) + 1) as step:
         for k in projected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
 
 from linformers.errors import UserError
 
-# What encoders call the linear maps of queries, keys and values.
-NAMES = (("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
 RANDOM = "random"
 # The number of entries of P that exist at once.
 BLOCK = 2**24
@@ -70,49 +70,49 @@ def random_head(n: int, d: int, rng: np.random.Generator, mean: float = 0.0) -> 
 
 
 @contextmanager
-def recording(model: PreTrainedModel, name: str) -> Iterator[list[list[Tensor]]]:
-    """Keep the queries, keys and values (b, h, n, d) of each layer while a model computes."""
-    maps, heads = find_maps(model, name), model.config.num_attention_heads
-    seen = [[torch.empty(0)] * 3 for _ in maps]
+def attention_as(model: PreTrainedModel, name: str, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend(layer, query, key, value)` compute the attention of each layer in one pass; all are (b, h, n, d)."""
+    layers = itertools.count()
 
-    def keep(layer: int, place: int) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            seen[layer][place] = output.detach().unflatten(-1, (heads, -1)).transpose(1, 2).float()
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, scaling: float = 1, **_: Any
+    ) -> Any:
+        if mask is not None:
+            raise UserError(f"model={name!r} adds a bias to its logits; use an encoder such as BERT or RoBERTa")
+        query = query * (scaling * math.sqrt(query.shape[-1]))  # so that logits are always Q Kᵀ / √d
+        return attend(next(layers), query, key, value).transpose(1, 2).contiguous(), None
 
-        return hook
-
-    places = [(layer, place, module) for layer, own in enumerate(maps) for place, module in enumerate(own)]
-    handles = [module.register_forward_hook(keep(layer, place)) for layer, place, module in places]
+    AttentionInterface.register("paper", attention)
+    model.set_attn_implementation("paper")
     try:
-        yield seen
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        model.set_attn_implementation("eager")
+    if next(layers) == 0:
+        raise UserError(f"model={name!r} does not use transformers' attention interface; use BERT or RoBERTa")
 
 
-def find_maps(model: PreTrainedModel, name: str) -> list[list[nn.Module]]:
-    """The maps of queries, keys and values of each layer, found by their names."""
-    modules = dict(model.named_modules())
-    for names in NAMES:
-        parents = [path.removesuffix(names[0]) for path in modules if path.split(".")[-1] == names[0]]
-        layers = [[modules[parent + own] for own in names] for parent in parents if parent + names[2] in modules]
-        if layers and all(isinstance(module, nn.Linear) for layer in layers for module in layer):
-            return layers
-    raise UserError(
-        f"model={name!r} has no linear maps named {', '.join('/'.join(names) for names in NAMES)}; use an encoder such "
-        "as BERT, RoBERTa, DistilBERT or MPNet"
-    )
+def observe(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """The last hidden states, and the queries, keys and values of each layer, (1, h, n, d), on tokens (n,)."""
+    seen = []
+
+    def attend(layer: int, *inputs: Tensor) -> Tensor:
+        seen.append(inputs)
+        return scaled_dot_product_attention(*inputs)
+
+    with torch.no_grad(), attention_as(model, name, attend):
+        output = model(ids[None].to(model.device)).last_hidden_state
+    return output, seen  # type: ignore[return-value]
 
 
-def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int, name: str) -> list[Head]:
-    """All heads of a layer, counted from 1, on tokens (n,); a bias on the logits, such as MPNet's, is left out."""
-    layers = len(find_maps(model, name))
-    if not 1 <= layer <= layers:
-        raise UserError(f"layer={layer} must be between 1 and {layers}, the number of layers of model={name!r}")
-    with torch.no_grad(), recording(model, name) as seen:
-        model(ids[None].to(model.device))
-    per_head = [tensor[0].cpu().unbind(0) for tensor in seen[layer - 1]]
-    return [Head(f"layer {layer} head {i}", *parts) for i, parts in enumerate(zip(*per_head, strict=True), 1)]
+def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int | None, name: str) -> list[Head]:
+    """All heads of a layer, counted from 1, on tokens (n,); without a layer, those of the middle one."""
+    seen = observe(model, ids, name)[1]
+    layer = (len(seen) + 1) // 2 if layer is None else layer
+    if not 1 <= layer <= len(seen):
+        raise UserError(f"layer={layer} must be between 1 and {len(seen)}, the number of layers of model={name!r}")
+    per_head = zip(*(tensor[0].cpu().unbind(0) for tensor in seen[layer - 1]), strict=True)
+    return [Head(f"{name} layer {layer} head {i}", *parts) for i, parts in enumerate(per_head, 1)]
 
 
 def pick_heads(heads: list[Head]) -> dict[str, int]:

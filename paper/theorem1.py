@@ -15,8 +15,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from linformers.errors import UserError
-
 from .heads import Head, normals
 
 # The inequalities of the lemma are tested at each k that promises at most this failure rate.
@@ -36,15 +34,11 @@ def record(
     """
     failures, draws, bound = int((~(errors <= epsilon)).sum()), len(errors), min(1.0, bound)  # a NaN has failed
     interval = stats.binomtest(failures, draws).proportion_ci(method="wilson")
+    medians = {"error": float(errors.median()), "zero": float(zero.median())}
     return {
         **{"statement": statement, "norm": norm, "inputs": head.name, "n": head.n, "d": head.d, "epsilon": epsilon},
         **{"demanded": demanded, "k": min(demanded, head.n), "draws": draws, "failures": failures, "bound": bound},
-        **{
-            "error": float(errors.median()),
-            "zero": float(zero.median()),
-            "zero_rate": float((zero > epsilon).double().mean()),
-        },
-        **{"branch": "", "delta": None, "rate": failures / draws},
+        **{**medians, "zero_rate": float((zero > epsilon).double().mean()), "delta": None, "rate": failures / draws},
         **{"interval": [interval.low, interval.high], "contradicted": bool(interval.low > bound)},
     }
 
@@ -54,14 +48,8 @@ def tail(epsilon: float, k: int) -> float:
     return math.exp(-(epsilon**2 - epsilon**3) * k / 4)
 
 
-def check_epsilon(epsilon: float) -> None:
-    if not 0 < epsilon < 1:
-        raise UserError(f"epsilon={epsilon!r} must be between 0 and 1, where ε² − ε³ is positive")
-
-
 def theorem_1_k(n: int, epsilon: float) -> int:
     """5 log n / (ε² − ε³), which makes the union bound over n rows, 2n e^{−(ε²−ε³)k/4}, equal to 2 n^(−1/4)."""
-    check_epsilon(epsilon)
     return math.ceil(5 * math.log(n) / (epsilon**2 - epsilon**3))
 
 
@@ -85,7 +73,6 @@ def lemma(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.Gene
     ones = torch.ones(draws)
     found = []
     for epsilon in epsilons:
-        check_epsilon(epsilon)
         for promise in PROMISES:
             k = math.ceil(4 * math.log(2 / promise) / (epsilon**2 - epsilon**3))
             one, other = chi_squares(k, draws, rng), chi_squares(k, draws, rng)

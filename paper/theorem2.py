@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from linformers.projections import window_matrix
 
-from .equation6 import OWN_RATE, fit, linear, low_rank
+from .equation6 import OWN_RATE, attention_matrix, fit, linear, low_rank, relative_error
 from .heads import Head, normals
-from .theorem1 import ROWS, check_epsilon, record, tail
+from .theorem1 import ROWS, record, tail
 
 # An error is divided by the theorem's norm, or by the length of the exact output.
 NORMS = ("|s||V|", "|sV|")
@@ -29,18 +29,14 @@ FORMS = ("exp", "softmax")
 FIT_DRAWS = 10
 
 
-def stated_k(n: int, d: int, epsilon: float) -> tuple[int, str]:
-    """min{9 d log d, 5 log n} / ε², with each Θ read as 1, and the branch; they meet at n = d^(9d/5)."""
-    check_epsilon(epsilon)
-    constant, growing = 9 * d * math.log(d), 5 * math.log(n)
-    branch = "9 d log d" if constant < growing else "5 log n"
-    return max(1, math.ceil(min(constant, growing) / epsilon**2)), branch
+def stated_k(n: int, d: int, epsilon: float) -> int:
+    """min{9 d log d, 5 log n} / ε², with each Θ read as 1; the sides meet at n = d^(9d/5)."""
+    return max(1, math.ceil(min(9 * d * math.log(d), 5 * math.log(n)) / epsilon**2))
 
 
-def proof_k(n: int, d: int, epsilon: float) -> tuple[int, str]:
+def proof_k(n: int, d: int, epsilon: float) -> int:
     """5 log(nd) / (ε² − ε³), which the proof uses for its union bound over n rows and d columns."""
-    check_epsilon(epsilon)
-    return math.ceil(5 * math.log(n * d) / (epsilon**2 - epsilon**3)), "5 log(nd)"
+    return math.ceil(5 * math.log(n * d) / (epsilon**2 - epsilon**3))
 
 
 class Construction:
@@ -58,9 +54,8 @@ class Construction:
         self.total = self.x.logsumexp(1)  # log Σ exp(x)
         self.probs = self.x.softmax(1)
         self.exact = self.probs @ self.value  # (rows, d)
-        self.scales = dict(
-            zip(NORMS, (self.probs.norm(dim=1) * self.value.norm(), self.exact.norm(dim=1)), strict=True)
-        )
+        weak, strong = self.probs.norm(dim=1) * self.value.norm(), self.exact.norm(dim=1)
+        self.scales = {"|s||V|": weak, "|sV|": strong}
         self.row = torch.arange(draws) % len(chosen)  # each draw uses one row, so that draws are independent
         self.factors = []
         for x, probs in zip(self.x, self.probs, strict=True):
@@ -128,18 +123,18 @@ def theorem_2(
     zero = drawn.relative(drawn.exact.norm(dim=1)[drawn.row], drawn.row)
     found = []
 
-    def add(statement: str, epsilon: float, demand: tuple[int, str], bound: float, errors: Any, delta: Any) -> None:
+    def add(statement: str, epsilon: float, demanded: int, bound: float, errors: Any, delta: float | None) -> None:
         for norm in NORMS:
-            own = record(statement, norm, head, epsilon, demand[0], bound, errors[norm], zero[norm])
-            found.append(own | {"branch": demand[1], "delta": delta})
+            own = record(statement, norm, head, epsilon, demanded, bound, errors[norm], zero[norm])
+            found.append(own | {"delta": delta})
 
     for epsilon in epsilons:
         stated, proof = stated_k(head.n, head.d, epsilon), proof_k(head.n, head.d, epsilon)
-        for reading, demand, swept in (("stated", stated, ()), ("proof", proof, deltas)):
-            k = min(demand[0], head.n)
+        for reading, demanded, swept in (("stated", stated, ()), ("proof", proof, deltas)):
+            k = min(demanded, head.n)
             for (form, delta), errors in drawn.outputs(k, [1 / head.n, *swept]).items():
-                add(f"Theorem 2, {form}, {reading} k", epsilon, demand, 2 * head.d * tail(epsilon, k), errors, delta)
-        k = min(proof[0], head.n)
+                add(f"Theorem 2, {form}, {reading} k", epsilon, demanded, 2 * head.d * tail(epsilon, k), errors, delta)
+        k = min(proof, head.n)
         add("k tokens kept", epsilon, proof, 32 * drawn.flatness**2 / (k * epsilon**2), drawn.kept(k), None)
     return found
 
@@ -153,11 +148,10 @@ def existence(
     E for all inputs. So each fit is also applied to `other`, another input of the same head.
     """
     inputs, others = ([own[None, None] for own in (each.query, each.key, each.value)] for each in (head, other))
-    probs = linear(inputs[0], inputs[1], torch.eye(head.n), torch.eye(head.n))
+    probs, exact = attention_matrix(*inputs[:2]), scaled_dot_product_attention(*inputs)
 
     def error(E: Tensor, F: Tensor, at: Sequence[Tensor] = inputs) -> float:
-        exact = scaled_dot_product_attention(*at)
-        return float((linear(*at[:2], E, F) @ at[2] - exact).norm() / exact.norm())
+        return float(relative_error(linear(*at, E, F), scaled_dot_product_attention(*at)))
 
     def constructed(delta: float, k: int) -> float:
         drawn = [normals(rng, head.n, k) / math.sqrt(k) for _ in range(FIT_DRAWS)]
@@ -166,13 +160,13 @@ def existence(
     found = []
     for k in projected:
         E, F = fit(*inputs, k, steps=steps, rate=OWN_RATE)
-        pooled, exact = window_matrix(head.n, k, head.n), probs @ inputs[2]
+        pooled = window_matrix(head.n, k, head.n)
         errors = {
             "fitted": error(E, F),
             "fitted_elsewhere": error(E, F, others),
             "constructed_best": min(constructed(delta, k) for delta in deltas),
             "windows": error(pooled, pooled),
-            "best_rank": float((low_rank(probs, k) @ inputs[2] - exact).norm() / exact.norm()),
+            "best_rank": float(relative_error(low_rank(probs, k) @ inputs[2], exact)),
         }
         found.append({"inputs": head.name, "n": head.n, "d": head.d, "k": k, **errors})
     return found

@@ -18,7 +18,7 @@ from linformers.checks import check_size, fractions, whole_numbers
 from linformers.errors import UserError
 
 from . import report
-from .heads import RANDOM, Head, find_maps, generator, layer_heads, pick_heads, random_head
+from .heads import RANDOM, Head, generator, layer_heads, pick_heads, random_head
 from .theorem1 import RandomLowRank, lemma, theorem_1
 from .theorem2 import Construction, existence, proof_k, theorem_2
 
@@ -70,14 +70,13 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
         if most < longest:
             found["limits"].append(f"{name} accepts n = {most:,} tokens, so its heads are tested up to this length.")
         lengths, fit_length = [n for n in options.lengths if n <= most] or [most], min(fit_length, most)
-        layer = options.layer or (len(find_maps(model, name)) + 1) // 2
-        for kind, place in pick_heads(layer_heads(model, passages[0], layer, name)).items():
-            heads = [layer_heads(model, passages[0, :n], layer, name)[place] for n in lengths]
-            fitted = [layer_heads(model, own[:fit_length], layer, name)[place] for own in (passages[0], passages[-1])]
-            named = [replace(own, name=f"{name} layer {layer} head {place + 1} ({kind})") for own in (*heads, *fitted)]
-            for head in named[:-2]:
-                test(head, DELTAS if head.n == lengths[-1] else ())
-            fit(*named[-2:])
+        for kind, place in pick_heads(layer_heads(model, passages[0], options.layer, name)).items():
+            inputs = [passages[0, :n] for n in lengths] + [own[:fit_length] for own in (passages[0], passages[-1])]
+            heads = [layer_heads(model, ids, options.layer, name)[place] for ids in inputs]
+            *tested, head, other = (replace(own, name=f"{own.name} ({kind})") for own in heads)
+            for own in tested:
+                test(own, DELTAS if own.n == lengths[-1] else ())
+            fit(head, other)
     fit(*(drawn(fit_length, min(options.dims), which) for which in (0, 1)))
     return found
 
@@ -85,7 +84,7 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
 def proof_steps(head: Head, epsilon: float, draws: int, seed: int) -> dict[str, Any]:
     """What step (b) of Theorem 2 takes to be small, at the proof's k; κ of Theorem 1; and μ of V."""
     rng = generator(seed, "steps", head.name, head.n, head.d)
-    k, drawn = min(proof_k(head.n, head.d, epsilon)[0], head.n), Construction(head, draws, rng)
+    k, drawn = min(proof_k(head.n, head.d, epsilon), head.n), Construction(head, draws, rng)
     needed, written = drawn.step_b(k, 1 / head.n)
     condition = RandomLowRank(head, head.d, rng).condition
     steps = {"needed": needed, "written": written, "flatness": drawn.flatness, "condition": condition}
@@ -97,6 +96,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     check_size("draws", options.draws)
     if min(options.dims) < 2 or min(options.lengths) < 8:
         raise UserError(f"dims={min(options.dims)} must be at least 2 and lengths={min(options.lengths)} at least 8")
+    if not all(0 < epsilon < 1 for epsilon in options.epsilon):
+        raise UserError(f"epsilon={options.epsilon} must be between 0 and 1, where ε² − ε³ is positive")
     if (options.model is None) != (options.text is None):
         raise UserError("model or text is missing: real inputs need both")
     if options.quick:
