@@ -30,6 +30,7 @@ MODELS = {
 TWINS = {"twin-pretrained": "pretraining/n512-twin/model", "twin-finetuned": "pretraining/n512-twin-imdb/model"}
 TEXTS = {"wikitext": "wikitext103_valtest", "imdb": "imdb/test.parquet"}
 ROWS = {f"{model}-{text}": (model, text) for model in (*MODELS, *TWINS) for text in TEXTS}
+FULL, SMALL = {"length": 512, "sentences": 1000, "at": 128}, {"length": 64, "sentences": 4, "at": 16}
 
 
 def measure(work: Any, console: Console) -> None:
@@ -38,7 +39,7 @@ def measure(work: Any, console: Console) -> None:
         raise UserError("data is missing: pass the folder of texts with --data DIR")
     path = work.results / "figure1" / "figure1.json"
     records = report.read(path) or {}
-    sizes = {"length": 64, "sentences": 4, "at": 16} if work.small else {"length": 512, "sentences": 1000, "at": 128}
+    sizes = SMALL if work.small else FULL
     for row, (model, text) in ROWS.items():
         local = work.runs / TWINS[model] if model in TWINS else work.data / "models" / model
         name, out = str(local) if local.is_dir() else MODELS.get(model), work.runs / "spectrum" / row
@@ -52,7 +53,11 @@ def measure(work: Any, console: Console) -> None:
             console.print(f"{row} is missing: {error}", style="yellow", markup=False)
             continue
         own = json.loads((out / "spectrum.json").read_text())
-        records[row] = own | {"model": MODELS.get(model, model), "texts": [f"DIR/{TEXTS[text]}"]}
+        records[row] = own | {
+            "command": "python -m paper.figure1 --data DIR",
+            "model": MODELS.get(model, model),
+            "texts": [f"DIR/{TEXTS[text]}"],
+        }
         path.write_text("{\n" + ",\n".join(f'"{row}": {json.dumps(own)}' for row, own in records.items()) + "\n}\n")
 
 
