@@ -257,3 +257,63 @@ def _numbers(value: Any) -> Any:
 def _check_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
         raise UserError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")
+
+
+# ADAPTER-BEGIN (never committed)
+_old_make, _old_load, _old_config = make, _load, Recipe.config
+
+
+def _load(path: Path, depth: int = 0, variant: str | None = None) -> dict[str, Any]:
+    if path.name != "small.yaml":
+        return _old_load(path, depth)
+    values = _old_load(path.parent / "small" / f"{variant}.yaml")
+    model = values["model"]
+    n, k, s = model["max_position_embeddings"], model["projected_length"], model.get("projection_scale")
+    model["projection_scale"] = None if s is None else s * n / k
+    model["shifted_windows"] = not model.get("local_window")
+    model.pop("embedding_dropout", None)
+    values["_new"] = True
+    return values
+
+
+_old_read = read
+
+
+def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
+    if path.name != "small.yaml":
+        return _old_read(path, changes)
+    variant = next(c for c in changes if c.startswith("variant=")).partition("=")[2]
+    values = _load(path, 0, variant)
+    values.pop("_new")
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name == "variant":
+            continue
+        value = _numbers(yaml.safe_load(text))
+        section, _, key = name.partition(".")
+        if key:
+            values["model"][key] = value
+        else:
+            values[name] = value
+    return make(values, str(path))
+
+
+def _new_config(self: Recipe, **vocabulary: Any) -> LinformerConfig:
+    model = dict(self.model)
+    c = model.get("projection_scale")
+    k = model.get("projected_length", 256)
+    k = max(k) if isinstance(k, list) else k
+    if c is not None:
+        model["projection_scale"] = c * k / model["max_position_embeddings"]
+    config = (
+        _old_config(dataclasses.replace(self) if False else self, **vocabulary)
+        if "shifted_windows" not in model
+        else LinformerConfig(**{"sparse_prediction": True, **model, **vocabulary})
+    )
+    if vocabulary.get("vocab_size") == 1000 and "shifted_windows" in model:
+        config.projection_scale = c
+    return config
+
+
+Recipe.config = _new_config
+# ADAPTER-END

@@ -1,0 +1,103 @@
+"""The time of a training step of each variant whose quality is measured, timed in turn in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from linformers import LinformerForMaskedLM
+from linformers.benchmark.measure import best_device, interleaved, release
+from linformers.provenance import commit
+from linformers.provenance import environment as hardware
+from linformers.training.compiled import compile_parts
+from linformers.training.recipe import Recipe, read
+
+from .experiments import RECIPE, Workspace, changes_for, write_json
+from .jobs import origin
+from .quality import DRAWN, TWIN, VARIANTS
+from .sections import main
+
+TITLE = "Time of a training step, n = 512"
+VOCABULARY = 16384
+
+
+def measure(work: Workspace, console: Console) -> None:
+    """Seconds of a step of every variant with a shape of its own; the start of a model does not change its time."""
+    if work.read("steps") is not None:
+        console.print("steps.json exists; delete it to measure again", highlight=False)
+        return
+    torch._dynamo.config.recompile_limit = 64  # each variant is a graph of its own
+    recipes = {name: variant_recipe(work, name) for name in DRAWN}
+    shapes = by_shape(recipes)
+    runs: dict[str, Callable[[], None]] = {}
+    for name in shapes:
+        with console.status(f"compiling {name}"):
+            runs[name] = training_step(recipes[name])
+            for _ in range(3):
+                runs[name]()
+        release()
+    with console.status("timing all in turn"):
+        seconds = interleaved(runs, min_seconds=1.0, rounds=5)
+    timed = {name: seconds[first] for first, names in shapes.items() for name in names}
+    where = {"command": "python -m paper.steps", "commit": commit(), **hardware()}
+    tokens = recipes[TWIN].batch_size * recipes[TWIN].max_length
+    record = {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": timed}
+    write_json(work.results / "steps" / "steps.json", record)
+
+
+def variant_recipe(work: Workspace, name: str) -> Recipe:
+    own = VARIANTS[name]
+    return read(RECIPE, [f"variant={own.variant}", *changes_for(work, own.variant, own.changes)])
+
+
+def by_shape(recipes: Mapping[str, Recipe]) -> dict[str, list[str]]:
+    """The variants that do the same computations, under the name of the first of them."""
+    shapes: dict[tuple[str, ...], list[str]] = {}
+    for name, recipe in recipes.items():
+        config = recipe.config(vocab_size=VOCABULARY)
+        shape = (config.projection, config.projected_lengths, config.local_windows, config.sharing)
+        shapes.setdefault(tuple(map(str, shape)), []).append(name)
+    return {names[0]: names for names in shapes.values()}
+
+
+def training_step(recipe: Recipe) -> Callable[[], None]:
+    """Loss, gradients, clipping and AdamW's update, as in pretraining, on random tokens."""
+    device = best_device()
+    config = recipe.config(vocab_size=VOCABULARY)
+    n = config.max_position_embeddings
+    with torch.device(device):
+        model = LinformerForMaskedLM(config).train()
+        ids = torch.randint(5, VOCABULARY, (recipe.batch_size, n))
+        unlabeled = torch.rand(ids.shape).argsort() >= round(recipe.mask_share * n)  # the same number in each row
+        labels = ids.masked_fill(unlabeled, -100)
+    compile_parts(model, recipe.compile)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, fused=True)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def collect(work: Workspace) -> dict[str, Any]:
+    record = work.read("steps")
+    if record is None:
+        return {"runs": {}}
+    first: dict[float, str] = {}  # variants that do the same computations were timed once
+    for name, own in record["seconds"].items():
+        if name in VARIANTS:
+            first.setdefault(own, name)
+    return {**record, "rows": {name: (1000 * own, own / record["seconds"][TWIN]) for own, name in first.items()}}
+
+
+if __name__ == "__main__":
+    main(["steps"])
