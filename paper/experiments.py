@@ -324,11 +324,6 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: file_hash(path) for path in files}
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
 def bench(work: Workspace, name: str, options: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run `linformers bench`; returns the origin of the numbers, and the measured cells."""
     out = work.runs / name

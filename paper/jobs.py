@@ -66,11 +66,6 @@ class Job:
         return digest({"code": CODE_VERSION, **self.description})
 
     @property
-    def short_name(self) -> str:
-        """The name without the section."""
-        return self.name.partition("/")[2]
-
-    @property
     def model(self) -> Path:
         """The folder of the model that a training run leaves behind."""
         return self.out / "model"

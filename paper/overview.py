@@ -11,7 +11,7 @@ from rich.console import Console
 from linformers.benchmark.measure import best_device
 
 from . import figure3, plots, table2
-from .experiments import TASKS, Workspace, bench, flags, write_json
+from .experiments import TASKS, Workspace, bench, flags
 from .sections import main
 
 TITLE = "What matters most"
@@ -35,18 +35,17 @@ ROWS = {
 }
 
 
-def measure(work: Workspace, console: Console) -> None:
+def measure(work: Workspace, console: Console) -> dict[str, Any] | None:
     """The time of inference, compiled, on a GPU. The rest of the table comes from other sections."""
-    if work.read("overview") is not None or (best_device() != "cuda" and not work.small):
-        return
+    if best_device() != "cuda" and not work.small:
+        return None
     sizes: dict[str, Any] = {"lengths": ",".join(map(str, LENGTHS)), "projected": "128,256", "windows": 32}
     sizes |= {"tokens": 65536, "layers": 12, "hidden": 768}
     if work.small:
         sizes |= {"lengths": "512,1024", "tokens": 1024, "layers": 1, "hidden": 64}
-    where, cells = bench(
-        work, "overview", [*flags(sizes), "--models", "roberta,twin,linformer", *([] if work.small else ["--compile"])]
-    )
-    write_json(work.results / "overview" / "overview.json", {"runs": {"overview": where}, **times(cells, work.small)})
+    compiled = [] if work.small else ["--compile"]
+    where, cells = bench(work, "overview", [*flags(sizes), "--models", "roberta,twin,linformer", *compiled])
+    return {"runs": {"overview": where}, **times(cells, work.small)}
 
 
 def times(cells: Sequence[Mapping[str, Any]], eager: bool = False) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ def environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
     made = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     made.filters |= {"num": num, "plus_minus": plus_minus}
-    made.globals |= {"table": table, "only": only}
     return made
 
 
@@ -31,16 +29,6 @@ def plus_minus(spread: Sequence[float | None] | None, digits: int = 1, scale: fl
     if spread is None:
         return "missing"
     return " ± ".join(f"{scale * value:.{digits}f}" for value in spread if value is not None)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
-
-
-def only(names: Iterable[str]) -> str:
-    """The options that run just these."""
-    return " ".join(f"--only {shlex.quote(name)}" for name in names)
 
 
 def page_path(work: Workspace) -> Path:

@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import importlib
 import importlib.util
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from linformers.errors import UserError, run_cli
 
 from . import jobs
 from .experiments import Workspace
-from .jobs import Job
 from .page import page_path, render
 
 # In the order of the page. A section is a module with TITLE and collect(work); one made of training runs has names(work)
@@ -80,17 +80,20 @@ def run(names: Sequence[str], work: Workspace, console: Console, options: argpar
     Returns:
         The exit code: 0, 1 if something is missing, or 128 plus the number of the signal that stopped it.
     """
-    check(options)
+    if options.at_once < 1:
+        raise UserError(f"at_once={options.at_once} must be at least 1")
+    if not options.minutes > 0:
+        raise UserError(f"minutes={options.minutes} must be positive")
     work.check()
     wanted = {} if options.page else load(names)
-    trained = {name: own for name, own in wanted.items() if hasattr(own, "jobs")}
-    check_only(options.only, [name for own in trained.values() for name in own.names(work)])
+    trained = [section for section in wanted.values() if hasattr(section, "jobs")]
+    check_only(options.only, [name for section in trained for name in section.names(work)])
     work.make()
     deadline = time.monotonic() + 60 * options.minutes
-    code = train(trained, work, console, options.only, options.at_once, deadline)
+    code = train(trained, work, console, options, deadline) if trained else 0
     for name, section in wanted.items():
-        if code <= 1 and hasattr(section, "measure") and time.monotonic() < deadline:
-            section.measure(work, console)
+        if hasattr(section, "measure") and code <= 1 and time.monotonic() < deadline:
+            measure(name, section, work, console)
         record = section.collect(work)
         if record["runs"] and hasattr(section, "draw"):
             (work.results / name).mkdir(exist_ok=True)
@@ -103,42 +106,43 @@ def run(names: Sequence[str], work: Workspace, console: Console, options: argpar
 
 
 def train(
-    sections: dict[str, ModuleType],
-    work: Workspace,
-    console: Console,
-    only: Sequence[str],
-    at_once: int,
-    deadline: float,
+    sections: Sequence[ModuleType], work: Workspace, console: Console, options: argparse.Namespace, deadline: float
 ) -> int:
     """Run the jobs of the sections until no new ones appear: some are only known when others are done."""
     known: set[str] = set()
-    while sections:
-        every = [job for own in sections.values() for job in own.jobs(work, console)]
-        new = [job for job in chosen(every, only) if job.name not in known]
-        if not new:
-            break
+    while True:
+        every = [job for section in sections for job in section.jobs(work, console)]
+        new = [job for job in every if job.name not in known and matches(job.name, options.only)]
         known |= {job.name for job in new}
-        code = jobs.run(new, work.records, work.runs / "logs", console, at_once=at_once, deadline=deadline)
-        if code:
+        if not new:
+            return 0
+        logs, at_once = work.runs / "logs", options.at_once
+        if code := jobs.run(new, work.records, logs, console, at_once=at_once, deadline=deadline):
             return code
-    return 0
 
 
-def check(options: argparse.Namespace) -> None:
-    if options.at_once < 1:
-        raise UserError(f"at_once={options.at_once} must be at least 1")
-    if not options.minutes > 0:
-        raise UserError(f"minutes={options.minutes} must be positive")
+def measure(name: str, section: ModuleType, work: Workspace, console: Console) -> None:
+    """Measure a section and write its json, unless that exists."""
+    path = work.results / name / f"{name}.json"
+    if path.exists():
+        console.print(f"{path} exists; delete it to measure again", highlight=False, markup=False)
+    elif (record := section.measure(work, console)) is not None:
+        path.parent.mkdir(exist_ok=True)
+        jobs.write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def check_only(only: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a pattern that matches none of the runs."""
-    short = [name.partition("/")[2] for name in names]
     for pattern in only:
-        if not fnmatch.filter(short, pattern):
-            known = f"such as {', '.join(short[:5])}" if short else "there are none in this section"
-            raise UserError(f"only={pattern!r} matches none of the {len(short)} runs; {known}")
+        if not any(matches(name, [pattern]) for name in names):
+            known = f"such as {', '.join(map(short, names[:5]))}" if names else "the section has no runs of its own"
+            raise UserError(f"only={pattern!r} matches none of {len(names)} runs; {known}")
 
 
-def chosen(every: Sequence[Job], only: Sequence[str]) -> list[Job]:
-    return [job for job in every if not only or any(fnmatch.fnmatch(job.short_name, own) for own in only)]
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatch(short(name), own) for own in patterns)
+
+
+def short(name: str) -> str:
+    """The name of a run without its section."""
+    return name.partition("/")[2]

@@ -16,7 +16,7 @@ from linformers.provenance import environment as hardware
 from linformers.training.compiled import compile_parts
 from linformers.training.recipe import Recipe, read
 
-from .experiments import RECIPE, Workspace, changes_for, write_json
+from .experiments import RECIPE, Workspace, changes_for
 from .jobs import origin
 from .quality import DRAWN, TWIN, VARIANTS
 from .sections import main
@@ -25,11 +25,8 @@ TITLE = "Time of a training step, n = 512"
 VOCABULARY = 16384
 
 
-def measure(work: Workspace, console: Console) -> None:
+def measure(work: Workspace, console: Console) -> dict[str, Any]:
     """Seconds of a step of every variant with a shape of its own; the start of a model does not change its time."""
-    if work.read("steps") is not None:
-        console.print("steps.json exists; delete it to measure again", highlight=False)
-        return
     torch._dynamo.config.recompile_limit = 64  # each variant is a graph of its own
     recipes = {name: variant_recipe(work, name) for name in DRAWN}
     shapes = by_shape(recipes)
@@ -45,8 +42,7 @@ def measure(work: Workspace, console: Console) -> None:
     timed = {name: seconds[first] for first, names in shapes.items() for name in names}
     where = {"command": "python -m paper.steps", "commit": commit(), **hardware()}
     tokens = recipes[TWIN].batch_size * recipes[TWIN].max_length
-    record = {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": timed}
-    write_json(work.results / "steps" / "steps.json", record)
+    return {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": timed}
 
 
 def variant_recipe(work: Workspace, name: str) -> Recipe:

@@ -19,7 +19,7 @@ from linformers.provenance import commit
 from linformers.provenance import environment as hardware
 
 from . import plots
-from .experiments import Workspace, write_json
+from .experiments import Workspace
 from .figure3 import verdict
 from .jobs import origin
 from .sections import main
@@ -122,11 +122,8 @@ def layers(n: int) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def measure(work: Workspace, console: Console) -> None:
+def measure(work: Workspace, console: Console) -> dict[str, Any]:
     """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
-    if work.read("table1") is not None:
-        console.print("table1.json exists; delete it to measure again", highlight=False)
-        return
     device = best_device()
     lengths = list(TINY_LENGTHS if work.small else LENGTHS[device])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -138,8 +135,7 @@ def measure(work: Workspace, console: Console) -> None:
             values.append(found.get(name))
     where = {"command": "python -m paper.table1", "commit": commit(), **hardware()}
     sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype), "threads": where["threads"]}
-    record = {"runs": {"table1": origin(where)}, "lengths": lengths, **sizes, "seconds": seconds}
-    write_json(work.results / "table1" / "table1.json", record)
+    return {"runs": {"table1": origin(where)}, "lengths": lengths, **sizes, "seconds": seconds}
 
 
 @torch.no_grad()
