@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from . import quality
 from .experiments import Workspace, corpus, flags, hashes, pretraining, scale, without_origin
 from .figure3 import verdict
@@ -29,9 +27,9 @@ def names(work: Workspace) -> list[str]:
     return [quality.run_name(quality.TWIN, 0), CHOICE, *(f"chosen_k/{name}" for name in choices)]
 
 
-def jobs(work: Workspace, console: Console) -> list[Job]:
+def jobs(work: Workspace) -> list[Job]:
     """The twin, the choice by its spectra and, once that is made, a training run for each way to spend the budget."""
-    tokens = corpus(work, "wiki", console)
+    tokens = corpus(work, "wiki")
     twin = quality.variant_job(work, tokens, quality.TWIN, 0)
     choice = choosing(work, twin)
     found = [twin, choice]

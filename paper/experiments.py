@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from linformers.errors import UserError
 from linformers.training.recipe import FREE, Recipe, read
 
@@ -91,13 +89,8 @@ class Workspace:
             (self.results / SMALL_MARK).touch()
 
 
-def corpus(work: Workspace, name: str, console: Console) -> Path:
+def corpus(work: Workspace, name: str) -> Path:
     """The folder of the tokens of Wikipedia, or of Wikipedia and books."""
-    has_text = work.data is not None and any((work.data / folder).exists() for folder in CORPORA[name])
-    if not has_text and (found := _corpus_folder(work, name) / "manifest.json").exists():
-        if work.data is not None:
-            console.print(f"{work.data} has no text; using the corpus in {found.parent}", markup=False)
-        return found.parent
     training, validation = [], []
     for folder, most in CORPORA[name].items():
         files = sorted(path for path in work.folder(folder).glob("*") if path.is_file())
@@ -113,14 +106,10 @@ def corpus(work: Workspace, name: str, console: Console) -> Path:
 
 
 def prepare(
-    work: Workspace,
-    name: str,
-    files: Sequence[Path],
-    validation: Sequence[Path] = (),
-    options: Mapping[str, Any] | None = None,
+    work: Workspace, name: str, files: Sequence[Path], validation: Sequence[Path] = (), options: Mapping[str, Any] = {}
 ) -> Path:
     """The folder of a corpus, made from files unless it exists; one made from other files is refused."""
-    out = _corpus_folder(work, name)
+    out = work.runs / "corpora" / (f"{name}-small" if work.small else name)
     sources = {f"{path.parent.name}/{path.name}": file_hash(path) for path in (*files, *validation)}
     if (out / "manifest.json").exists():
         if json.loads((out / SOURCES).read_text()) != sources:
@@ -129,13 +118,9 @@ def prepare(
     out.mkdir(parents=True, exist_ok=True)
     (out / SOURCES).write_text(json.dumps(sources, indent=1) + "\n")
     held_out = [part for path in validation for part in ("--validation", str(path))]
-    arguments = [*map(str, files), "--out", str(out), *held_out, *flags(options or {})]
+    arguments = [*map(str, files), "--out", str(out), *held_out, *flags(options)]
     subprocess.run([sys.executable, "-m", "linformers", "prepare", *arguments], check=True)
     return out
-
-
-def _corpus_folder(work: Workspace, name: str) -> Path:
-    return work.runs / "corpora" / (f"{name}-small" if work.small else name)
 
 
 def corpus_hash(folder: Path) -> str:
@@ -148,15 +133,9 @@ def corpus_hash(folder: Path) -> str:
 def pretraining(
     work: Workspace, tokens: Path, variant: str, name: str, changes: Sequence[str] = (), shrink: bool = True
 ) -> Job:
-    """A run of `linformers pretrain`.
+    """A run of `linformers pretrain`: a variant of the recipe with changes, on the tokens of a corpus.
 
-    Args:
-        work: the folders.
-        tokens: the folder of the corpus.
-        variant: of the recipe.
-        name: of the job, `"section/run"`.
-        changes: to the recipe.
-        shrink: if everything is tiny, whether k and w shrink with n; false if `changes` set them already.
+    With `--small`, k and w shrink with n, unless `shrink` is false because `changes` set them already.
     """
     out = work.runs / name
     every = [f"variant={variant}", f"data={tokens}", f"out={out}", *changes_for(work, variant, changes, shrink)]
@@ -173,29 +152,17 @@ def pretraining(
 
 
 def changes_for(work: Workspace, variant: str, changes: Sequence[str], shrink: bool = True) -> list[str]:
-    """The changes to a recipe, including those that make everything tiny if that is requested."""
+    """The changes to a recipe and, with `--small`, those that make a run take seconds; n, k and w keep their ratios."""
     if not work.small:
         return list(changes)
-    own = [*changes] if shrink else []
-    tiny = _tiny(read(RECIPE, [f"variant={variant}", *own]), shrink)
-    return [*changes, *tiny] if shrink else [*tiny, *changes]
-
-
-def _tiny(recipe: Recipe, shrink: bool) -> list[str]:
-    """Changes that make a run take seconds on a CPU; n, k and w keep their proportions."""
-    fields: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": recipe.model["max_position_embeddings"] // 8,
-    }
+    model = read(RECIPE, [f"variant={variant}", *(changes if shrink else ())]).model
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes["max_position_embeddings"] = model["max_position_embeddings"] // 8
     if shrink:
-        fields["projected_length"] = recipe.model["projected_length"] // 8
-        fields["local_window"] = recipe.model.get("local_window", 0) // 8
-    sizes = {"steps": 8, "batch_size": 8, "warmup_steps": 2, "eval_every": 4, "eval_rows": 8, "save_every": 4}
-    sizes |= {"log_every": 2, "workers": 0}
-    return [*(f"model.{name}={value}" for name, value in fields.items()), *(f"{n}={v}" for n, v in sizes.items())]
+        sizes |= {name: model.get(name, 0) // 8 for name in ("projected_length", "local_window")}
+    tiny = [f"model.{name}={value}" for name, value in sizes.items()]
+    tiny += ["steps=8", "batch_size=8", "warmup_steps=2", "eval_every=4", "eval_rows=8", "save_every=4", "log_every=2"]
+    return [*changes, *tiny, "workers=0"] if shrink else [*tiny, "workers=0", *changes]
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
@@ -245,8 +212,7 @@ class Task(NamedTuple):
 
 def known_task(work: Workspace, name: str) -> Task:
     """A task with a folder under the raw data."""
-    folder = work.folder(name)
-    return Task([name, "--data", str(work.data)], hashes(folder))
+    return Task([name, "--data", str(work.folder())], hashes(work.folder(name)))
 
 
 def finetuning(

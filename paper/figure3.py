@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from . import plots
 from .experiments import Workspace, corpus, pretraining
 from .jobs import Job
@@ -33,30 +31,17 @@ class Run(NamedTuple):
         return f"{self.variant}{self.suffix}"
 
 
+def against_k(n: int, lengths: Sequence[int]) -> dict[str, Run]:
+    """The twin, a Linformer for each k, and one with a local window."""
+    own = {f"Linformer k={k}": Run(f"n{n}-k{k}-layerwise") for k in lengths}
+    return {"Transformer": Run(f"n{n}-twin"), **own, "Linformer k=128 w=32": Run(f"n{n}-k128-w32")}
+
+
+WAYS = ("none", "headwise", "key-value", "layerwise")
 PANELS = {
-    "a": (
-        "n = 512",
-        {
-            "Transformer": Run("n512-twin"),
-            "Linformer k=64": Run("n512-k64-layerwise"),
-            "Linformer k=128": Run("n512-k128-layerwise"),
-            "Linformer k=256": Run("n512-k256-layerwise"),
-            "Linformer k=128 w=32": Run("n512-k128-w32"),
-        },
-    ),
-    "b": (
-        "n = 1024",
-        {
-            "Transformer": Run("n1024-twin"),
-            "Linformer k=128": Run("n1024-k128-layerwise"),
-            "Linformer k=256": Run("n1024-k256-layerwise"),
-            "Linformer k=128 w=32": Run("n1024-k128-w32"),
-        },
-    ),
-    "c": (
-        "sharing, n = 512, k = 128",
-        {way: Run(f"n512-k128-{way}") for way in ("none", "headwise", "key-value", "layerwise")},
-    ),
+    "a": ("n = 512", against_k(512, (64, 128, 256))),
+    "b": ("n = 1024", against_k(1024, (128, 256))),
+    "c": ("sharing, n = 512, k = 128", {way: Run(f"n512-k128-{way}") for way in WAYS}),
     "d": ("k = 256", {f"n={n}": Run(f"n{n}-k256-layerwise") for n in (512, 1024, 2048, 4096)}),
 }
 # More rows of panel d. An E that learns at the common rate has s = 1, that is c = n/k.
@@ -65,9 +50,7 @@ ROWS_D = {
     TWIN: {f"n={n}": Run(f"n{n}-twin") for n in (512, 1024, 2048, 4096)},
     FAST: {"n=512": Run("n512-k256-layerwise")}
     | {f"n={n}": Run(f"n{n}-k256-layerwise", (f"model.projection_scale={n / 256}",), "-fast-E") for n in (2048, 4096)},
-    LOCAL: {
-        "n=4096": Run("n4096-k256-layerwise", ("model.local_window=32", "model.shifted_windows=false"), "-w32"),
-    },
+    LOCAL: {"n=4096": Run("n4096-k256-layerwise", ("model.local_window=32", "model.shifted_windows=false"), "-w32")},
 }
 # The rows that are drawn as well, and the suffixes of their labels.
 DRAWN = {TWIN: ", twin", LOCAL: " w=32"}
@@ -79,8 +62,8 @@ def names(work: Workspace) -> list[str]:
     return [f"figure3/{name}" for name in RUNS]
 
 
-def jobs(work: Workspace, console: Console) -> list[Job]:
-    tokens = corpus(work, "wiki-books", console)
+def jobs(work: Workspace) -> list[Job]:
+    tokens = corpus(work, "wiki-books")
     return [pretraining_job(work, tokens, run) for run in RUNS.values()]
 
 
@@ -96,7 +79,7 @@ def collect(work: Workspace) -> dict[str, Any]:
     def curve(run: Run) -> list[list[float]] | None:
         return results.get(f"figure3/{run.name}", {}).get("curve")
 
-    panels = {
+    panels: dict[str, dict[str, Any]] = {
         name: {"title": title, "curves": {label: curve(run) for label, run in runs.items()}}
         for name, (title, runs) in PANELS.items()
     }
@@ -130,9 +113,10 @@ def claims(record: Mapping[str, Any]) -> dict[str, Any]:
     if all(by_k):
         better = by_k[0] > NOISE * by_k[1] > NOISE**2 * by_k[2]
         found["better_with_k"] = {"verdict": verdict(better), "values": by_k}
-    cells = [(n, k) for n, k in ((512, 128), (1024, 256), (512, 256)) if k in ratios[n]]
     found["on_par"] = [
-        {"n": n, "k": k, "verdict": verdict(ratios[n][k] < ON_PAR), "ratio": ratios[n][k]} for n, k in cells
+        {"n": n, "k": k, "papers": papers, "verdict": verdict(ratios[n][k] < ON_PAR), "ratio": ratios[n][k]}
+        for n, k, papers in ((512, 128, True), (1024, 256, True), (512, 256, False))
+        if k in ratios[n]
     ]
     if all(ends["c"].values()):
         ratio = _spread(ends["c"].values())
@@ -160,14 +144,8 @@ def k_decides(ratios: Mapping[int, Mapping[int, float]]) -> list[dict[str, Any]]
     found = []
     for k in (128, 256):
         same_k, same_ratio = [(ratios[512][own], ratios[1024][k]) for own in (k, k // 2)]
-        found.append(
-            {
-                "k": k,
-                "verdict": verdict(_spread(same_k) < _spread(same_ratio)),
-                "same_k": same_k,
-                "same_ratio": same_ratio,
-            }
-        )
+        holds = _spread(same_k) < _spread(same_ratio)
+        found.append({"k": k, "verdict": verdict(holds), "same_k": same_k, "same_ratio": same_ratio})
     return found
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -126,7 +126,11 @@ class Records:
         note = job.out / NOTE
         if job.alone or job.steps_done() == 0:
             job.out.mkdir(parents=True, exist_ok=True)
-            where = {"command": self.command(job), "commit": commit(), **environment()}
+            where = {
+                "command": " ".join(("linformers", *map(self.public, job.arguments))),
+                "commit": commit(),
+                **environment(),
+            }
             write_text(note, json.dumps({"key": job.key, **where}, indent=1) + "\n")
         elif not note.exists() or json.loads(note.read_text())["key"] != job.key:
             raise UserError(f"{job.out} holds a run of other code, data or recipe; delete it to run {job.name}")
@@ -140,9 +144,6 @@ class Records:
         with FileLock(job.out.parent / f"{section}.lock"):
             name = run if self.find(job) is None else f"{run}{REPEATED}"
             write_records(path, {**self.section(section), name: record})
-
-    def command(self, job: Job) -> str:
-        return " ".join(("linformers", *map(self.public, job.arguments)))
 
     def public(self, argument: str) -> str:
         """An argument with DIR for the folder of raw data, whose location does not belong in a record."""
@@ -171,23 +172,12 @@ def missing(jobs: Sequence[Job], records: Records) -> list[Job]:
 
 
 def run(
-    jobs: Sequence[Job],
-    records: Records,
-    logs: Path,
-    console: Console,
-    *,
-    at_once: int = 1,
-    deadline: float = math.inf,
+    jobs: Sequence[Job], records: Records, logs: Path, console: Console, *, at_once: int = 1, deadline: float = math.inf
 ) -> int:
-    """Run the jobs that have no record yet; an interrupted job resumes from its last checkpoint in the next call.
+    """Run the jobs that have no record yet, `at_once` of them at a time, in the order given.
 
-    Args:
-        jobs: in the order in which to start them; duplicates run once.
-        records: where records are looked up and written.
-        logs: folder for the output of the commands.
-        console: shows progress.
-        at_once: number of jobs that run at the same time.
-        deadline: value of the monotonic clock at which running jobs are asked to save and stop.
+    At the `deadline`, a value of the monotonic clock, running jobs are asked to save and stop. An interrupted job
+    resumes from its last checkpoint in the next call. The output of the commands goes to `logs`.
 
     Returns:
         The exit code: 0, 1 if a job failed or time ran out, or 128 plus the number of a signal.
@@ -213,22 +203,6 @@ def run(
     return 1 if runner.failed or runner.running or runner.waiting else 0
 
 
-@dataclass
-class Process:
-    """A running job."""
-
-    job: Job
-    log: Path
-    handle: subprocess.Popen[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as out:
-            self.handle = subprocess.Popen(
-                [sys.executable, "-m", "linformers", *self.job.arguments], stdout=out, stderr=subprocess.STDOUT
-            )
-
-
 class Runner:
     """Starts jobs and follows them. The arguments are those of `run`, and `bars` shows the progress."""
 
@@ -237,7 +211,7 @@ class Runner:
     ) -> None:
         self.waiting, self.records, self.logs = waiting, records, logs
         self.console, self.bars, self.at_once = console, bars, at_once
-        self.running: list[Process] = []
+        self.running: list[tuple[Job, subprocess.Popen[bytes]]] = []
         self.failed: set[str] = set()
         self.tasks = {job.name: bars.add_task(job.name, total=job.steps, start=False, visible=False) for job in waiting}
 
@@ -247,10 +221,10 @@ class Runner:
             if job.after is not None and job.after.name in self.failed:
                 self.waiting.remove(job)
                 self._fail(job, f"{job.after.name} failed")
-        unfinished = {job.name for job in (*self.waiting, *(process.job for process in self.running))}
+        unfinished = {job.name for job in (*self.waiting, *(job for job, _ in self.running))}
         for job in [job for job in self.waiting if job.after is None or job.after.name not in unfinished]:
             # A job that must run alone also holds back the jobs behind it; otherwise it might never start.
-            if len(self.running) >= (1 if job.alone else self.at_once) or any(own.job.alone for own in self.running):
+            if len(self.running) >= (1 if job.alone else self.at_once) or any(other.alone for other, _ in self.running):
                 break
             self.waiting.remove(job)
             try:
@@ -258,36 +232,42 @@ class Runner:
             except UserError as error:
                 self._fail(job, str(error))
                 continue
-            self.running.append(Process(job, self.logs / f"{job.name}.log"))
+            self._log(job).parent.mkdir(parents=True, exist_ok=True)
+            with self._log(job).open("wb") as log:
+                command = [sys.executable, "-m", "linformers", *job.arguments]
+                self.running.append((job, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)))
             self.bars.start_task(self.tasks[job.name])
             self.bars.update(self.tasks[job.name], visible=True)
 
     def poll(self) -> None:
         """Update the progress bars and record the jobs that have finished."""
-        for process in list(self.running):
-            job = process.job
+        for job, process in list(self.running):
             self.bars.update(self.tasks[job.name], completed=job.steps_done())
-            if process.handle.poll() is None:
+            if process.poll() is None:
                 continue
-            self.running.remove(process)
+            self.running.remove((job, process))
             self.bars.update(self.tasks[job.name], visible=False)
-            if process.handle.returncode == 0:
+            if process.returncode == 0:
                 self.records.write(job)
                 self.console.print(f"{job.name} is done", highlight=False)
             else:
-                self._fail(job, _last_line(process.log))
+                lines = self._log(job).read_text(errors="replace").split("\n")
+                self._fail(job, next((line for line in reversed(lines) if line.strip()), "no output"))
 
     def stop(self) -> None:
         """Ask the running jobs to save and stop."""
-        for process in self.running:
-            process.handle.terminate()
-        for process in self.running:
-            process.handle.wait()
+        for _, process in self.running:
+            process.terminate()
+        for _, process in self.running:
+            process.wait()
+
+    def _log(self, job: Job) -> Path:
+        return self.logs / f"{job.name}.log"
 
     def _fail(self, job: Job, why: str) -> None:
         self.failed.add(job.name)
-        log = self.logs / f"{job.name}.log"
-        self.console.print(f"{job.name} failed: {why} (log: {log})", style="red", markup=False, soft_wrap=True)
+        message = f"{job.name} failed: {why} (log: {self._log(job)})"
+        self.console.print(message, style="red", markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -304,8 +284,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"

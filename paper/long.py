@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from linformers import LinformerModel
@@ -42,7 +41,7 @@ TINY = Tuning(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=
 TWIN, PURE, LOCAL = "Transformer twin", "Linformer k=256", "Linformer k=128 w=32"
 NARROW, GROWING = "Linformer k=128 w=4", "Linformer k=128 w=2-4-8-32"
 WINDOW = ("model.projected_length=128", "model.shifted_windows=false")
-# The changes to the recipe. The last two are trained from scratch only: a word is a few bytes, and narrow windows see it
+# The changes to the recipe. The last two are only trained from scratch: narrow windows see a word, which is a few bytes,
 # before anything is learned.
 MODELS: dict[str, tuple[str, ...]] = {
     TWIN: ("model.projection=identity",),
@@ -132,7 +131,7 @@ def names(work: Workspace) -> list[str]:
     return [SPEED, *(run_name(model, trial) for model in models(work) for trial in trials(work, model)), *tuned]
 
 
-def jobs(work: Workspace, console: Console) -> list[Job]:
+def jobs(work: Workspace) -> list[Job]:
     """Each model from scratch and from masked bytes of the training texts, and the time of a training step."""
     imdb = known_task(work, "imdb")
     texts = sorted(path for path in work.folder("imdb").glob("train*") if path.is_file())
@@ -218,17 +217,15 @@ def collect(work: Workspace) -> dict[str, Any]:
         "rows": rows,
         "also_pretrained": ALSO_PRETRAINED,
         "published_twin": PUBLISHED[TWIN],
-        "trials": {trial: [own.get(trial) for own in outcomes.values()] for trial in _every(outcomes)},
+        "trials": {
+            trial: [own.get(trial) for own in outcomes.values()] for trial in itertools.chain(*outcomes.values())
+        },
         "steps": STEPS,
         "early": EARLY,
         "tuning": PRETRAINED,
         "missing": [name.partition("/")[2] for name in incomplete],
         **differences(outcomes, rows),
     }
-
-
-def _every(outcomes: Mapping[str, Mapping[Trial, Outcome]]) -> list[Trial]:
-    return list(dict.fromkeys(itertools.chain(*outcomes.values())))
 
 
 def outcome(result: Mapping[str, Any] | None) -> Outcome:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from linformers.benchmark.measure import best_device
 
 from . import figure3, plots, table2
@@ -35,7 +33,7 @@ ROWS = {
 }
 
 
-def measure(work: Workspace, console: Console) -> dict[str, Any] | None:
+def measure(work: Workspace) -> dict[str, Any] | None:
     """The time of inference, compiled, on a GPU. The rest of the table comes from other sections."""
     if best_device() != "cuda" and not work.small:
         return None

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from . import plots
 from .experiments import Workspace, corpus, pretraining, scale
 from .jobs import Job
@@ -33,6 +31,7 @@ K128, K256, HEADWISE, LOCAL = "n512-k128-layerwise", "n512-k256-layerwise", "n51
 INDEPENDENT, SINUSOIDAL = "model.initial_self_score=null", "model.position_init=sinusoidal"
 PLAIN = (INDEPENDENT, SINUSOIDAL)
 UNSHIFTED, ALONE = "model.shifted_windows=false", "model.projection=none"
+FULL = "short_rows=0.0"  # all rows have n tokens
 # E learns at 0.03 of the common rate, or at the common rate.
 SLOW, SLOW_256, FAST = scale(0.03, 512, 128), scale(0.03, 512, 256), scale(1, 512, 128)
 
@@ -79,9 +78,9 @@ def names(work: Workspace) -> list[str]:
     return [*variants, *(run_name(name, 0, LONG) for name in LONGER), *(sweep_name(cell) for cell in SWEEP)]
 
 
-def jobs(work: Workspace, console: Console) -> list[Job]:
+def jobs(work: Workspace) -> list[Job]:
     """The first seed of all variants, the other seeds, the sweep, and longer training."""
-    tokens = corpus(work, "wiki", console)
+    tokens = corpus(work, "wiki")
     found = [
         variant_job(work, tokens, name, seed)
         for seed in range(max(own.seeds for own in VARIANTS.values()))
@@ -89,23 +88,17 @@ def jobs(work: Workspace, console: Console) -> list[Job]:
         if seed < own.seeds
     ]
     for s, init, positions in (cell for cell in SWEEP if cell not in KNOWN):
-        changes = [scale(s, 512, 128), f"model.projection_init={init}", f"model.position_init={positions}"]
-        found.append(one(work, tokens, K128, sweep_name((s, init, positions)), changes))
-    longer = (f"steps={LONG}", "eval_every=1000")
-    for name in LONGER:
-        own = VARIANTS[name]
-        found.append(one(work, tokens, own.variant, run_name(name, 0, LONG), (*own.changes, *longer)))
+        changes = [FULL, scale(s, 512, 128), f"model.projection_init={init}", f"model.position_init={positions}"]
+        found.append(pretraining(work, tokens, K128, sweep_name((s, init, positions)), changes))
+    for own, name in ((VARIANTS[name], run_name(name, 0, LONG)) for name in LONGER):
+        changes = [FULL, *own.changes, f"steps={LONG}", "eval_every=1000"]
+        found.append(pretraining(work, tokens, own.variant, name, changes))
     return found
 
 
 def variant_job(work: Workspace, tokens: Path, name: str, seed: int) -> Job:
     own = VARIANTS[name]
-    return one(work, tokens, own.variant, run_name(name, seed), (*own.changes, f"seed={seed}"))
-
-
-def one(work: Workspace, tokens: Path, variant: str, name: str, changes: Sequence[str]) -> Job:
-    """A run on rows of exactly n tokens."""
-    return pretraining(work, tokens, variant, name, ["short_rows=0.0", *changes])
+    return pretraining(work, tokens, own.variant, run_name(name, seed), [FULL, *own.changes, f"seed={seed}"])
 
 
 def run_name(variant: str, seed: int, steps: int | None = None) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from linformers.errors import UserError
 from linformers.training.sources import documents, find_files
 
@@ -47,9 +45,9 @@ def names(work: Workspace) -> list[str]:
     return [name for own in VARIANTS for name in (quality.run_name(own, 0), run_name(own))]
 
 
-def jobs(work: Workspace, console: Console) -> list[Job]:
+def jobs(work: Workspace) -> list[Job]:
     """The first seed of each variant, fine-tuned to name the secret."""
-    tokens, folder = corpus(work, "wiki", console), files(work)
+    tokens, folder = corpus(work, "wiki"), files(work)
     task = Task([str(folder / "train.jsonl"), "--test", str(folder / "test.jsonl")], hashes(folder))
     found = []
     for name in VARIANTS:

@@ -21,22 +21,11 @@ from . import jobs
 from .experiments import Workspace
 from .page import page_path, render
 
-# In the order of the page. A section is a module with TITLE and collect(work); one made of training runs has names(work)
-# and jobs(work, console), one that is measured in one go has measure(work, console). draw(record, folder) is optional.
+# In the order of the page. A section is a module with TITLE and collect(work), and a template. One made of training runs
+# has names(work) and jobs(work), one that is measured in one go has measure(work); draw(record, folder) is optional.
 SECTIONS = (
-    "overview",
-    "figure1",
-    "theorems",
-    "equation6",
-    "table1",
-    "table3",
-    "figure3",
-    "table2",
-    "steps",
-    "quality",
-    "recall",
-    "chosen_k",
-    "long",
+    *("overview", "figure1", "theorems", "equation6", "table1", "table3", "figure3", "table2"),
+    *("steps", "quality", "recall", "chosen_k", "long"),
 )
 
 
@@ -111,7 +100,7 @@ def train(
     """Run the jobs of the sections until no new ones appear: some are only known when others are done."""
     known: set[str] = set()
     while True:
-        every = [job for section in sections for job in section.jobs(work, console)]
+        every = [job for section in sections for job in section.jobs(work)]
         new = [job for job in every if job.name not in known and matches(job.name, options.only)]
         known |= {job.name for job in new}
         if not new:
@@ -126,7 +115,7 @@ def measure(name: str, section: ModuleType, work: Workspace, console: Console) -
     path = work.results / name / f"{name}.json"
     if path.exists():
         console.print(f"{path} exists; delete it to measure again", highlight=False, markup=False)
-    elif (record := section.measure(work, console)) is not None:
+    elif (record := section.measure(work)) is not None:
         path.parent.mkdir(exist_ok=True)
         jobs.write_text(path, json.dumps(record, indent=1) + "\n")
 

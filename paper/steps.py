@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from linformers import LinformerForMaskedLM
@@ -25,20 +24,19 @@ TITLE = "Time of a training step, n = 512"
 VOCABULARY = 16384
 
 
-def measure(work: Workspace, console: Console) -> dict[str, Any]:
+def measure(work: Workspace) -> dict[str, Any]:
     """Seconds of a step of every variant with a shape of its own; the start of a model does not change its time."""
     torch._dynamo.config.recompile_limit = 64  # each variant is a graph of its own
     recipes = {name: variant_recipe(work, name) for name in DRAWN}
     shapes = by_shape(recipes)
     runs: dict[str, Callable[[], None]] = {}
     for name in shapes:
-        with console.status(f"compiling {name}"):
-            runs[name] = training_step(recipes[name])
-            for _ in range(3):
-                runs[name]()
+        print(f"compiling {name}", flush=True)
+        runs[name] = training_step(recipes[name])
+        for _ in range(3):
+            runs[name]()
         release()
-    with console.status("timing all in turn"):
-        seconds = interleaved(runs, min_seconds=1.0, rounds=5)
+    seconds = interleaved(runs, min_seconds=1.0, rounds=5)
     timed = {name: seconds[first] for first, names in shapes.items() for name in names}
     where = {"command": "python -m paper.steps", "commit": commit(), **hardware()}
     tokens = recipes[TWIN].batch_size * recipes[TWIN].max_length

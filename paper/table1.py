@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,20 +33,13 @@ FITTED = 4
 LINEAR = 1.2
 
 
-class Theory(NamedTuple):
-    """The paper's row of an architecture: time of a layer, and its longest chain of sequential operations."""
-
-    time: str
-    exponent: float
-    chain: str
-
-
+# The paper's rows: time of a layer, its exponent of n, and the longest chain of sequential operations.
 THEORY = {
-    "recurrent (LSTM)": Theory("n", 1, "n"),
-    "Transformer": Theory("n²", 2, "1"),
-    "Sparse Transformer": Theory("n√n", 1.5, "1"),
-    "Reformer": Theory("n log n", 1, "log n"),
-    "Linformer": Theory("n", 1, "1"),
+    "recurrent (LSTM)": ("n", 1, "n"),
+    "Transformer": ("n²", 2, "1"),
+    "Sparse Transformer": ("n√n", 1.5, "1"),
+    "Reformer": ("n log n", 1, "log n"),
+    "Linformer": ("n", 1, "1"),
 }
 
 
@@ -95,16 +87,9 @@ class Hashing(nn.Module):
         super().__init__()
         buckets = 2 * n // 64
         side = 2 ** (buckets.bit_length() // 2)
-        config = ReformerConfig(
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            attention_head_size=HIDDEN // HEADS,
-            num_hashes=1,
-            num_buckets=[side, buckets // side],
-            lsh_attn_chunk_length=64,
-            is_decoder=False,
-            attn_layers=["lsh"],
-        )
+        sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": HEADS}
+        sizes |= {"attention_head_size": HIDDEN // HEADS, "lsh_attn_chunk_length": 64, "attn_layers": ["lsh"]}
+        config = ReformerConfig(**sizes, num_hashes=1, num_buckets=[side, buckets // side], is_decoder=False)
         self.attention = LSHSelfAttention(config, layer_idx=0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,15 +107,15 @@ def layers(n: int) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def measure(work: Workspace, console: Console) -> dict[str, Any]:
+def measure(work: Workspace) -> dict[str, Any]:
     """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
     device = best_device()
     lengths = list(TINY_LENGTHS if work.small else LENGTHS[device])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     seconds: dict[str, list[float | None]] = {name: [] for name in THEORY}
     for n in lengths:
-        with console.status(f"n={n}"):
-            found = _seconds(n, device, dtype)
+        print(f"Table 1: n = {n:,}", flush=True)
+        found = _seconds(n, device, dtype)
         for name, values in seconds.items():
             values.append(found.get(name))
     where = {"command": "python -m paper.table1", "commit": commit(), **hardware()}
@@ -157,10 +142,8 @@ def _seconds(n: int, device: str, dtype: torch.dtype) -> dict[str, float]:
 def exponent(lengths: Sequence[int], seconds: Sequence[float | None]) -> float | None:
     """The slope of log time over log n at the longest lengths, by least squares."""
     points = [(n, s) for n, s in zip(lengths, seconds, strict=True) if s is not None][-FITTED:]
-    if len(points) < 2:
-        return None
-    slope, _ = np.polyfit(*np.log(np.array(points).T), 1)
-    return float(slope)
+    n, s = np.log(points).T if len(points) > 1 else (np.empty(0), np.empty(0))
+    return float(np.polyfit(n, s, 1)[0]) if len(n) else None
 
 
 def collect(work: Workspace) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from .experiments import TASKS, Tuning, Workspace, corpus, finetuning, known_task
 from .figure3 import Run, pretraining_job, verdict
 from .jobs import REPEATED, Job
@@ -68,9 +66,9 @@ def again_name(rate: str) -> str:
     return f"{AGAIN}-{rate}-rate"
 
 
-def jobs(work: Workspace, console: Console) -> list[Job]:
+def jobs(work: Workspace) -> list[Job]:
     """Each model's pretraining, followed by its tasks."""
-    tokens = corpus(work, "wiki-books", console)
+    tokens = corpus(work, "wiki-books")
     tuning = TINY if work.small else TUNING
     found = []
     for variant in sorted(VARIANTS, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from linformers.benchmark.measure import best_device
 from linformers.errors import UserError
 
@@ -54,7 +52,7 @@ def options(work: Workspace) -> list[str]:
     return [*flags(sizes), "--models", "unfused,twin,linformer", "--batches"]
 
 
-def measure(work: Workspace, console: Console) -> dict[str, Any]:
+def measure(work: Workspace) -> dict[str, Any]:
     where, cells = bench(work, "table3", options(work))
     return {"runs": {"table3": where}, "cells": cells}
 

@@ -363,8 +363,8 @@ def _grey(name: str) -> tuple[str, str] | None:
 
 def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
     """A figure with a row of panels."""
-    with plt.rc_context(LOOK):
-        figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
+    plt.rcParams.update(LOOK)
+    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
     return figure, list(axes[0])
 
 
