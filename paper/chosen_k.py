@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from . import quality
@@ -35,15 +35,11 @@ def jobs(work: Workspace) -> list[Job]:
     found = [twin, choice]
     if (record := work.records.find(choice)) is not None:
         for name, lengths in record["result"]["choices"].items():
-            changes = ["short_rows=0.0", *lengths_of(lengths, 64 if work.small else 512)]
+            k = json.dumps(lengths, separators=(",", ":"))
+            slow = scale(0.03, 64 if work.small else 512, max(lengths))
+            changes = [quality.FULL, slow, f"model.projected_length={k}"]
             found.append(pretraining(work, tokens, quality.HEADWISE, f"chosen_k/{name}", changes, shrink=False))
     return found
-
-
-def lengths_of(lengths: Sequence[int], n: int) -> list[str]:
-    """The changes to a recipe: a k for each layer, with E at 0.03 of the common rate."""
-    k = json.dumps(list(lengths), separators=(",", ":"))
-    return [scale(0.03, n, max(lengths)), f"model.projected_length={k}"]
 
 
 def choosing(work: Workspace, twin: Job) -> Job:

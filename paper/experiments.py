@@ -147,7 +147,7 @@ def pretraining(
         description={"recipe": describe(recipe), "corpus": corpus_hash(tokens)},
         collect=lambda: _pretrained(out, recipe),
         steps=recipe.steps,
-        steps_done=lambda: _last_step(out),
+        steps_done=lambda: max((own["step"] for own in read_metrics(out)), default=0),
     )
 
 
@@ -215,17 +215,10 @@ def known_task(work: Workspace, name: str) -> Task:
     return Task([name, "--data", str(work.folder())], hashes(work.folder(name)))
 
 
-def finetuning(
-    work: Workspace,
-    name: str,
-    task: Task,
-    tuning: Tuning,
-    after: Job | None = None,
-    start: tuple[Path, Any] | None = None,
-) -> Job:
-    """A run of `linformers finetune` on the model of a pretraining job, or on a `start`: a folder and its identity."""
+def finetuning(work: Workspace, name: str, task: Task, tuning: Tuning, start: Job | tuple[Path, Any]) -> Job:
+    """A run of `linformers finetune` that starts from the model of a job, or from a folder with its description."""
     out = work.runs / name
-    model, identity = start or (after.model, after.key)  # type: ignore[union-attr]
+    model, identity = (start.model, start.key) if isinstance(start, Job) else start
     return Job(
         name=name,
         arguments=["finetune", *task.arguments, "--model", str(model), "--out", str(out), *flags(tuning.options)],
@@ -234,7 +227,7 @@ def finetuning(
         collect=lambda: without_origin(json.loads((out / "results.json").read_text())),
         steps=tuning.seeds * tuning.epochs,
         steps_done=lambda: _epochs(out),
-        after=after,
+        after=start if isinstance(start, Job) else None,
     )
 
 
@@ -270,11 +263,6 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def _epochs(out: Path) -> int:
     """The number of finished epochs over all seeds: each ends with a validation."""
     return sum("accuracy" in own for seed in out.glob("seed-*") for own in read_metrics(seed))
-
-
-def _last_step(out: Path) -> int:
-    metrics = read_metrics(out)
-    return metrics[-1]["step"] if metrics else 0
 
 
 def file_hash(path: Path) -> str:

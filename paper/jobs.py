@@ -126,12 +126,9 @@ class Records:
         note = job.out / NOTE
         if job.alone or job.steps_done() == 0:
             job.out.mkdir(parents=True, exist_ok=True)
-            where = {
-                "command": " ".join(("linformers", *map(self.public, job.arguments))),
-                "commit": commit(),
-                **environment(),
-            }
-            write_text(note, json.dumps({"key": job.key, **where}, indent=1) + "\n")
+            command = " ".join(("linformers", *map(self.public, job.arguments)))
+            where = {"key": job.key, "command": command, "commit": commit(), **environment()}
+            write_text(note, json.dumps(where, indent=1) + "\n")
         elif not note.exists() or json.loads(note.read_text())["key"] != job.key:
             raise UserError(f"{job.out} holds a run of other code, data or recipe; delete it to run {job.name}")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,19 +13,8 @@ from transformers import AutoTokenizer
 from linformers import LinformerModel
 from linformers.training.recipe import read
 
-from .experiments import (
-    RECIPE,
-    Task,
-    Tuning,
-    Workspace,
-    changes_for,
-    describe_model,
-    finetuning,
-    flags,
-    known_task,
-    prepare,
-    pretraining,
-)
+from . import experiments
+from .experiments import RECIPE, Task, Tuning, Workspace, finetuning
 from .jobs import REPEATED, Job, digest
 from .sections import main
 
@@ -41,7 +28,7 @@ TINY = Tuning(seeds=1, epochs=1, batch_size=128, learning_rate=1e-3, max_length=
 TWIN, PURE, LOCAL = "Transformer twin", "Linformer k=256", "Linformer k=128 w=32"
 NARROW, GROWING = "Linformer k=128 w=4", "Linformer k=128 w=2-4-8-32"
 WINDOW = ("model.projected_length=128", "model.shifted_windows=false")
-# The changes to the recipe. The last two are only trained from scratch: narrow windows see a word, which is a few bytes,
+# The changes to the recipe. The last two are only trained from scratch: a narrow window sees a word of a few bytes
 # before anything is learned.
 MODELS: dict[str, tuple[str, ...]] = {
     TWIN: ("model.projection=identity",),
@@ -53,7 +40,6 @@ MODELS: dict[str, tuple[str, ...]] = {
 ALSO_PRETRAINED = (TWIN, PURE, LOCAL)
 # The names of `linformers bench`.
 TIMED = {TWIN: "Transformer, fused", PURE: PURE, LOCAL: LOCAL}
-SPEED = "long/speed"
 # Accuracies of Tay et al. (2021), table 1, column Text.
 PUBLISHED = {TWIN: 64.27, PURE: 53.94}
 
@@ -128,77 +114,67 @@ def pretrained_name(model: str) -> str:
 
 def names(work: Workspace) -> list[str]:
     tuned = [name(model) for model in ALSO_PRETRAINED for name in (masked_name, pretrained_name)]
-    return [SPEED, *(run_name(model, trial) for model in models(work) for trial in trials(work, model)), *tuned]
+    return [*(run_name(model, trial) for model in models(work) for trial in trials(work, model)), *tuned]
 
 
 def jobs(work: Workspace) -> list[Job]:
-    """Each model from scratch and from masked bytes of the training texts, and the time of a training step."""
-    imdb = known_task(work, "imdb")
+    """Each model from scratch, and from masked bytes of the training texts."""
+    imdb = experiments.known_task(work, "imdb")
     texts = sorted(path for path in work.folder("imdb").glob("train*") if path.is_file())
     options = {"vocab-size": BYTES, "validation-share": 0.3 if work.small else 0.05}
-    tokens = prepare(work, VARIANT, texts, options=options)
-    found = [speed(work)]
+    tokens = experiments.prepare(work, VARIANT, texts, options=options)
+    found = []
     for model in models(work):
         changes = [f"steps={STEPS}", *MODELS[model]]
         found += [from_scratch(work, model, imdb, tokens, changes, trial) for trial in trials(work, model)]
         if model in ALSO_PRETRAINED:
-            before = pretraining(work, tokens, VARIANT, masked_name(model), changes)
-            found += [
-                before,
-                finetuning(work, pretrained_name(model), imdb, TINY if work.small else PRETRAINED, before),
-            ]
+            before = experiments.pretraining(work, tokens, VARIANT, masked_name(model), changes)
+            tuning = TINY if work.small else PRETRAINED
+            found += [before, finetuning(work, pretrained_name(model), imdb, tuning, before)]
     return found
 
 
 def from_scratch(work: Workspace, model: str, imdb: Task, tokens: Path, changes: Sequence[str], trial: Trial) -> Job:
     """Fine-tuning of a model with initial weights, as in the arena."""
-    own = [f"variant={VARIANT}", *changes_for(work, VARIANT, [*changes, *trial.changes])]
+    own = [f"variant={VARIANT}", *experiments.changes_for(work, VARIANT, [*changes, *trial.changes])]
     recipe = read(RECIPE, own)
-    identity = describe_model(recipe)
+    identity = experiments.describe_model(recipe)
     start = work.runs / run_name(model, suffix=f"-start-{digest(identity)}")
     if not start.exists():
         unfinished = start.with_name(f"{start.name}.unfinished")
         torch.manual_seed(0)
         LinformerModel(recipe.config(vocab_size=BYTES)).save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(tokens / "tokenizer", model_max_length=recipe.max_length).save_pretrained(
-            unfinished
-        )
+        tokenizer = AutoTokenizer.from_pretrained(tokens / "tokenizer", model_max_length=recipe.max_length)
+        tokenizer.save_pretrained(unfinished)
         shutil.move(unfinished, start)
     tuning = TINY if work.small else trial.tuning
-    return finetuning(work, run_name(model, trial), imdb, tuning, start=(start, identity))
+    return finetuning(work, run_name(model, trial), imdb, tuning, (start, identity))
 
 
-def speed(work: Workspace) -> Job:
-    """A training step of each model at the batch size of the runs, on documents of n bytes."""
-    out = work.runs / SPEED
-    options: dict[str, Any] = {"lengths": N, "projected": "128,256", "windows": 32}
-    options |= {"tokens": BATCH * N, "layers": 4, "hidden": 256}
+def measure(work: Workspace) -> dict[str, Any]:
+    """Time and memory of a training step of each model at the batch size of the runs, on documents of n bytes."""
+    sizes: dict[str, Any] = {"lengths": N, "projected": "128,256", "windows": 32, "tokens": BATCH * N}
+    sizes |= {"layers": 4, "hidden": 256}
     if work.small:
-        options |= {"lengths": 512, "tokens": 512, "layers": 1, "hidden": 64}
-    arguments = ["bench", *flags(options), "--task", "training", "--models", "twin,linformer", "--out", str(out)]
-    return Job(
-        name=SPEED,
-        arguments=[*arguments, *([] if work.small else ["--compile"])],
-        out=out,
-        description=options,
-        collect=lambda: {"cells": json.loads((out / "efficiency.json").read_text())["lengths"]},
-        steps=1,
-        steps_done=lambda: int((out / "efficiency.json").exists()),
-        alone=True,
-    )
+        sizes |= {"lengths": 512, "tokens": 512, "layers": 1, "hidden": 64}
+    compiled = [] if work.small else ["--compile"]
+    options = [*experiments.flags(sizes), "--task", "training", "--models", "twin,linformer", *compiled]
+    where, cells = experiments.bench(work, "long/speed", options)
+    return {"runs": {"long/speed": where}, "cells": cells}
 
 
 def collect(work: Workspace) -> dict[str, Any]:
     """Accuracies of each model, and seconds and memory of a training step; `None` where a run is missing."""
     results, origins = work.records.results_of([*names(work), *(f"{masked_name(own)}{REPEATED}" for own in MODELS)])
-    cells = {cell["model"]: cell for cell in results.get(SPEED, {}).get("cells", ())}
+    timed = work.read("long") or {"runs": {}, "cells": ()}
+    cells = {cell["model"]: cell for cell in timed["cells"]}
     outcomes = {
         model: {trial: outcome(results.get(run_name(model, trial))) for trial in trials(work, model)}
         for model in models(work)
     }
     rows = {}
     for model, own in outcomes.items():
-        timed, masked = TIMED.get(model), results.get(masked_name(model), {})
+        masked, bench_name = results.get(masked_name(model), {}), TIMED.get(model)
         rows[model] = {
             "trial": (chosen := best(own)),
             "outcome": own[chosen] if chosen else Outcome(),
@@ -208,23 +184,21 @@ def collect(work: Workspace) -> dict[str, Any]:
             "perplexity": masked.get("perplexity"),
             "early": dict(map(tuple, masked.get("curve", ()))).get(EARLY),
             "repeated": results.get(f"{masked_name(model)}{REPEATED}", {}).get("perplexity"),
-            "cell": cells.get(f"{timed}, compiled") or cells.get(timed),
+            "cell": cells.get(f"{bench_name}, compiled") or cells.get(bench_name),
             "published": PUBLISHED.get(model),
         }
+    every = dict.fromkeys(trial for own in outcomes.values() for trial in own)
     incomplete = [name for name in names(work) if name not in results or results[name].get("stopped_after")]
     return {
-        "runs": origins,
+        "runs": {**timed["runs"], **origins},
         "rows": rows,
+        "trials": {trial: [own.get(trial) for own in outcomes.values()] for trial in every},
         "also_pretrained": ALSO_PRETRAINED,
         "published_twin": PUBLISHED[TWIN],
-        "trials": {
-            trial: [own.get(trial) for own in outcomes.values()] for trial in itertools.chain(*outcomes.values())
-        },
         "steps": STEPS,
         "early": EARLY,
         "tuning": PRETRAINED,
         "missing": [name.partition("/")[2] for name in incomplete],
-        **differences(outcomes, rows),
     }
 
 
@@ -239,19 +213,6 @@ def best(outcomes: Mapping[Trial, Outcome]) -> Trial | None:
     """Of the trials that were tested, the best one on the validation set."""
     tested = {trial: own.validation or 0 for trial, own in outcomes.items() if own.accuracy is not None}
     return max(tested, key=lambda trial: tested[trial], default=None)
-
-
-def differences(outcomes: Mapping[str, Mapping[Trial, Outcome]], rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Points relative to the twin: from scratch, trained in the common way to the end, and pretrained."""
-    complete = {
-        model: own[COMMON].accuracy if own[COMMON].stopped_after is None else None for model, own in outcomes.items()
-    }
-    found = {}
-    for name, values in (("scratch", complete), ("tuned", {model: row["pretrained"] for model, row in rows.items()})):
-        twin = values[TWIN]
-        others = {model: own for model, own in values.items() if own is not None and model != TWIN}
-        found[name] = {} if twin is None else {model: 100 * (own - twin) for model, own in others.items()}
-    return found
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from . import jobs
 from .experiments import Workspace
 from .page import page_path, render
 
-# In the order of the page. A section is a module with TITLE and collect(work), and a template. One made of training runs
-# has names(work) and jobs(work), one that is measured in one go has measure(work); draw(record, folder) is optional.
+# In the order of the page. A section is a module with TITLE, collect(work) and a template. One that needs training runs
+# has names(work) and jobs(work), one that measures something itself measure(work); draw(record, folder) is optional.
 SECTIONS = (
     *("overview", "figure1", "theorems", "equation6", "table1", "table3", "figure3", "table2"),
     *("steps", "quality", "recall", "chosen_k", "long"),
@@ -32,7 +33,7 @@ SECTIONS = (
 def main(names: Sequence[str], arguments: Sequence[str] | None = None) -> None:
     """The command of some sections: parse the arguments, run, and exit."""
     options = parser(names).parse_args(arguments)
-    run_cli(lambda: _exit(run(names, workspace(options), Console(), options)))
+    run_cli(lambda: sys.exit(run(names, workspace(options), Console(), options)))
 
 
 def parser(names: Sequence[str]) -> argparse.ArgumentParser:
@@ -53,10 +54,6 @@ def workspace(options: argparse.Namespace) -> Workspace:
     runs = options.runs or Path("runs/paper-small" if options.small else "runs/paper")
     results = options.results or (runs / "results" if options.small else Path("results"))
     return Workspace(options.data, runs, results, options.small)
-
-
-def _exit(code: int) -> None:
-    raise SystemExit(code)
 
 
 def load(names: Sequence[str]) -> dict[str, ModuleType]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from linformers import LinformerForMaskedLM
+from linformers import LinformerForMaskedLM, provenance
 from linformers.benchmark.measure import best_device, interleaved, release
-from linformers.provenance import commit
-from linformers.provenance import environment as hardware
 from linformers.training.compiled import compile_parts
 from linformers.training.recipe import Recipe, read
 
@@ -25,37 +23,25 @@ VOCABULARY = 16384
 
 
 def measure(work: Workspace) -> dict[str, Any]:
-    """Seconds of a step of every variant with a shape of its own; the start of a model does not change its time."""
+    """Seconds of a step of every variant; how a model starts does not change its time."""
     torch._dynamo.config.recompile_limit = 64  # each variant is a graph of its own
-    recipes = {name: variant_recipe(work, name) for name in DRAWN}
-    shapes = by_shape(recipes)
+    recipes = {name: variant_recipe(work, name) for name in DRAWN if not name.endswith("plain start")}
     runs: dict[str, Callable[[], None]] = {}
-    for name in shapes:
+    for name, recipe in recipes.items():
         print(f"compiling {name}", flush=True)
-        runs[name] = training_step(recipes[name])
+        runs[name] = training_step(recipe)
         for _ in range(3):
             runs[name]()
         release()
     seconds = interleaved(runs, min_seconds=1.0, rounds=5)
-    timed = {name: seconds[first] for first, names in shapes.items() for name in names}
-    where = {"command": "python -m paper.steps", "commit": commit(), **hardware()}
+    where = {"command": "python -m paper.steps", "commit": provenance.commit(), **provenance.environment()}
     tokens = recipes[TWIN].batch_size * recipes[TWIN].max_length
-    return {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": timed}
+    return {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": seconds}
 
 
 def variant_recipe(work: Workspace, name: str) -> Recipe:
     own = VARIANTS[name]
     return read(RECIPE, [f"variant={own.variant}", *changes_for(work, own.variant, own.changes)])
-
-
-def by_shape(recipes: Mapping[str, Recipe]) -> dict[str, list[str]]:
-    """The variants that do the same computations, under the name of the first of them."""
-    shapes: dict[tuple[str, ...], list[str]] = {}
-    for name, recipe in recipes.items():
-        config = recipe.config(vocab_size=VOCABULARY)
-        shape = (config.projection, config.projected_lengths, config.local_windows, config.sharing)
-        shapes.setdefault(tuple(map(str, shape)), []).append(name)
-    return {names[0]: names for names in shapes.values()}
 
 
 def training_step(recipe: Recipe) -> Callable[[], None]:
@@ -86,11 +72,8 @@ def collect(work: Workspace) -> dict[str, Any]:
     record = work.read("steps")
     if record is None:
         return {"runs": {}}
-    first: dict[float, str] = {}  # variants that do the same computations were timed once
-    for name, own in record["seconds"].items():
-        if name in VARIANTS:
-            first.setdefault(own, name)
-    return {**record, "rows": {name: (1000 * own, own / record["seconds"][TWIN]) for own, name in first.items()}}
+    seconds = {name: own for name, own in record["seconds"].items() if name in VARIANTS and "plain" not in name}
+    return {**record, "rows": {name: (1000 * own, own / seconds[TWIN]) for name, own in seconds.items()}}
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from linformers import LinformerAttention
+from linformers import LinformerAttention, provenance
 from linformers.benchmark.measure import best_device, interleaved, release
-from linformers.provenance import commit
-from linformers.provenance import environment as hardware
 
 from . import plots
 from .experiments import Workspace
@@ -118,7 +116,7 @@ def measure(work: Workspace) -> dict[str, Any]:
         found = _seconds(n, device, dtype)
         for name, values in seconds.items():
             values.append(found.get(name))
-    where = {"command": "python -m paper.table1", "commit": commit(), **hardware()}
+    where = {"command": "python -m paper.table1", "commit": provenance.commit(), **provenance.environment()}
     sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype), "threads": where["threads"]}
     return {"runs": {"table1": origin(where)}, "lengths": lengths, **sizes, "seconds": seconds}
 
