@@ -17,8 +17,8 @@ from linformers.training.recipe import FREE, Recipe, read
 
 from .jobs import ORIGIN, Job, Records, origin
 
-# The command runs in the root of the repository, so that recorded commands work anywhere.
-RECIPE = Path("recipes/small.yaml")
+# Commands run in the root of the repository, so that recorded ones work anywhere.
+RECIPES = Path("recipes")
 # The folders of a corpus under --data, and how many of their training files it takes.
 CORPORA: dict[str, dict[str, int | None]] = {"wiki": {"wiki": 4}, "wiki-books": {"wiki": None, "books": None}}
 SOURCES = "sources.json"
@@ -75,8 +75,8 @@ class Workspace:
         """Refuse folders that cannot be right before anything is written."""
         if self.data is not None and not self.data.is_dir():
             raise UserError(f"data={str(self.data)!r} is not a folder")
-        if not RECIPE.is_file():
-            raise UserError(f"{RECIPE} does not exist; run the command in the root of the repository")
+        if not RECIPES.is_dir():
+            raise UserError(f"{RECIPES} is not a folder; run the command in the root of the repository")
         has_results = self.results.is_dir() and any(self.results.iterdir())
         if has_results and (self.results / SMALL_MARK).exists() != self.small:
             held = "full-size models; leave out --results" if self.small else "tiny models; pass another folder"
@@ -138,11 +138,12 @@ def pretraining(
     With `--small`, k and w shrink with n, unless `shrink` is false because `changes` set them already.
     """
     out = work.runs / name
-    every = [f"variant={variant}", f"data={tokens}", f"out={out}", *changes_for(work, variant, changes, shrink)]
-    recipe = read(RECIPE, every)
+    path, own = recipe_of(variant)
+    every = [*own, f"data={tokens}", f"out={out}", *changes_for(work, variant, changes, shrink)]
+    recipe = read(path, every)
     return Job(
         name=name,
-        arguments=["pretrain", str(RECIPE), *every],
+        arguments=["pretrain", str(path), *every],
         out=out,
         description={"recipe": describe(recipe), "corpus": corpus_hash(tokens)},
         collect=lambda: _pretrained(out, recipe),
@@ -151,11 +152,18 @@ def pretraining(
     )
 
 
+def recipe_of(variant: str) -> tuple[Path, list[str]]:
+    """A recipe file of that name, or the small recipe with the change that selects a variant."""
+    own = RECIPES / f"{variant}.yaml"
+    return (own, []) if own.exists() else (RECIPES / "small.yaml", [f"variant={variant}"])
+
+
 def changes_for(work: Workspace, variant: str, changes: Sequence[str], shrink: bool = True) -> list[str]:
     """The changes to a recipe and, with `--small`, those that make a run take seconds; n, k and w keep their ratios."""
     if not work.small:
         return list(changes)
-    model = read(RECIPE, [f"variant={variant}", *(changes if shrink else ())]).model
+    path, own = recipe_of(variant)
+    model = read(path, [*own, *(changes if shrink else ())]).model
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     sizes["max_position_embeddings"] = model["max_position_embeddings"] // 8
     if shrink:

@@ -14,12 +14,12 @@ from linformers import LinformerModel
 from linformers.training.recipe import read
 
 from . import experiments
-from .experiments import RECIPE, Task, Tuning, Workspace, finetuning
+from .experiments import Task, Tuning, Workspace, finetuning
 from .jobs import REPEATED, Job, digest
 from .sections import main
 
 TITLE = "Long documents: IMDB as bytes, n = 4096"
-VARIANT, STEPS, EARLY = "imdb-bytes", 3000, 1000
+RECIPE, STEPS, EARLY = "imdb-bytes", 3000, 1000
 N, BATCH = 4096, 32
 BYTES = 256 + 5  # and the special tokens
 PRETRAINED = Tuning(seeds=1, epochs=6, batch_size=BATCH, learning_rate=3e-4)
@@ -122,13 +122,13 @@ def jobs(work: Workspace) -> list[Job]:
     imdb = experiments.known_task(work, "imdb")
     texts = sorted(path for path in work.folder("imdb").glob("train*") if path.is_file())
     options = {"vocab-size": BYTES, "validation-share": 0.3 if work.small else 0.05}
-    tokens = experiments.prepare(work, VARIANT, texts, options=options)
+    tokens = experiments.prepare(work, RECIPE, texts, options=options)
     found = []
     for model in models(work):
         changes = [f"steps={STEPS}", *MODELS[model]]
         found += [from_scratch(work, model, imdb, tokens, changes, trial) for trial in trials(work, model)]
         if model in ALSO_PRETRAINED:
-            before = experiments.pretraining(work, tokens, VARIANT, masked_name(model), changes)
+            before = experiments.pretraining(work, tokens, RECIPE, masked_name(model), changes)
             tuning = TINY if work.small else PRETRAINED
             found += [before, finetuning(work, pretrained_name(model), imdb, tuning, before)]
     return found
@@ -136,8 +136,8 @@ def jobs(work: Workspace) -> list[Job]:
 
 def from_scratch(work: Workspace, model: str, imdb: Task, tokens: Path, changes: Sequence[str], trial: Trial) -> Job:
     """Fine-tuning of a model with initial weights, as in the arena."""
-    own = [f"variant={VARIANT}", *experiments.changes_for(work, VARIANT, [*changes, *trial.changes])]
-    recipe = read(RECIPE, own)
+    path, own = experiments.recipe_of(RECIPE)
+    recipe = read(path, [*own, *experiments.changes_for(work, RECIPE, [*changes, *trial.changes])])
     identity = experiments.describe_model(recipe)
     start = work.runs / run_name(model, suffix=f"-start-{digest(identity)}")
     if not start.exists():

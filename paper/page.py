@@ -53,12 +53,8 @@ def section_text(templates: jinja2.Environment, name: str, record: Mapping[str, 
     """A section, or how to run it if there is nothing to show yet."""
     if not record["runs"]:
         return templates.get_template("missing.md").render(name=name, small=work.small).strip()
-    common = {
-        "small": work.small,
-        "name": name,
-        "origins": origins(record["runs"]),
-        "png": sorted(path.name for path in (work.results / name).glob("*.png")),
-    }
+    png = sorted(path.name for path in (work.results / name).glob("*.png"))
+    common = {"small": work.small, "name": name, "origins": origins(record["runs"]), "png": png}
     body = templates.get_template(f"{name}.md").render(**{**record, **common})
     footer = templates.get_template("footer.md").render(**{"missing": [], **record, **common})
     return f"{body.strip()}\n\n{footer.strip()}"

@@ -67,16 +67,6 @@ def growth(milliseconds: Curves, path: Path) -> None:
     plots.save(figure, path)
 
 
-def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path) -> None:
-    """Figure 2, right: time and memory of a pass against n, one curve per k."""
-    figure, (left, right) = plots.new_figure(2, 9.6, 3.4)
-    xlabel = "sequence length n (tokens per pass fixed)"
-    plots.against_length(left, milliseconds, title="Time of a pass", xlabel=xlabel, ylabel="ms")
-    plots.against_length(right, mebibytes, title="Memory of a pass", xlabel=xlabel, ylabel="MiB")
-    plots.one_legend(figure, [left, right])
-    plots.save(figure, path)
-
-
 def architecture(path: Path) -> None:
     """Figure 2, left: where E and F are in multi-head attention."""
     figure, (panel,) = plots.new_figure(1, 4.2, 5.2)

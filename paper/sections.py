@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ SECTIONS = (
     *("overview", "figure1", "theorems", "equation6", "table1", "table3", "figure3", "table2"),
     *("steps", "quality", "recall", "chosen_k", "long"),
 )
+SCRIPTS = ("figure1", "theorems", "equation6")  # which have options of their own
 
 
 def main(names: Sequence[str], arguments: Sequence[str] | None = None) -> None:
@@ -78,8 +80,8 @@ def run(names: Sequence[str], work: Workspace, console: Console, options: argpar
     deadline = time.monotonic() + 60 * options.minutes
     code = train(trained, work, console, options, deadline) if trained else 0
     for name, section in wanted.items():
-        if hasattr(section, "measure") and code <= 1 and time.monotonic() < deadline:
-            measure(name, section, work, console)
+        if code <= 1 and time.monotonic() < deadline:
+            code = max(code, measure(name, section, work, console))
         record = section.collect(work)
         if record["runs"] and hasattr(section, "draw"):
             (work.results / name).mkdir(exist_ok=True)
@@ -107,14 +109,29 @@ def train(
             return code
 
 
-def measure(name: str, section: ModuleType, work: Workspace, console: Console) -> None:
-    """Measure a section and write its json, unless that exists."""
+def measure(name: str, section: ModuleType, work: Workspace, console: Console) -> int:
+    """Measure a section and write its json, unless that exists. Returns the exit code."""
     path = work.results / name / f"{name}.json"
-    if path.exists():
+    if path.exists() and name != "figure1":  # which resumes by itself
         console.print(f"{path} exists; delete it to measure again", highlight=False, markup=False)
-    elif (record := section.measure(work)) is not None:
+    elif name in SCRIPTS:
+        command = [sys.executable, "-m", f"paper.{name}", *arguments_of(name, work), "--results", str(work.results)]
+        return min(1, subprocess.run(command, check=False).returncode)
+    elif hasattr(section, "measure") and (record := section.measure(work)) is not None:
         path.parent.mkdir(exist_ok=True)
         jobs.write_text(path, json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def arguments_of(name: str, work: Workspace) -> list[str]:
+    """The arguments of a section that has a command of its own."""
+    if name == "theorems":
+        return ["--quick"] if work.small else []
+    if name == "figure1":
+        return ["--data", str(work.folder()), "--runs", str(work.runs), *(["--small"] if work.small else [])]
+    local = work.folder("models", "minilm")
+    model = str(local) if local.is_dir() else "sentence-transformers/all-MiniLM-L6-v2"
+    return [model, "--text", str(work.folder("wikitext103_valtest")), "--passages", "8", "--others", "48"]
 
 
 def check_only(only: Sequence[str], names: Sequence[str]) -> None:

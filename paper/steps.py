@@ -10,10 +10,10 @@ from torch import nn
 
 from linformers import LinformerForMaskedLM, provenance
 from linformers.benchmark.measure import best_device, interleaved, release
-from linformers.training.compiled import compile_parts
 from linformers.training.recipe import Recipe, read
+from linformers.training.trainer import compile_model
 
-from .experiments import RECIPE, Workspace, changes_for
+from .experiments import Workspace, changes_for, recipe_of
 from .jobs import origin
 from .quality import DRAWN, TWIN, VARIANTS
 from .sections import main
@@ -41,7 +41,8 @@ def measure(work: Workspace) -> dict[str, Any]:
 
 def variant_recipe(work: Workspace, name: str) -> Recipe:
     own = VARIANTS[name]
-    return read(RECIPE, [f"variant={own.variant}", *changes_for(work, own.variant, own.changes)])
+    path, changes = recipe_of(own.variant)
+    return read(path, [*changes, *changes_for(work, own.variant, own.changes)])
 
 
 def training_step(recipe: Recipe) -> Callable[[], None]:
@@ -54,7 +55,7 @@ def training_step(recipe: Recipe) -> Callable[[], None]:
         ids = torch.randint(5, VOCABULARY, (recipe.batch_size, n))
         unlabeled = torch.rand(ids.shape).argsort() >= round(recipe.mask_share * n)  # the same number in each row
         labels = ids.masked_fill(unlabeled, -100)
-    compile_parts(model, recipe.compile)
+    compile_model(model, recipe.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, fused=True)
 
     def step() -> None:

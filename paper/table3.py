@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import linformers.plots
 from linformers.benchmark.measure import best_device
 from linformers.errors import UserError
 
@@ -131,7 +132,8 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
         milliseconds.setdefault(cell["model"], []).append((cell["n"], 1000 * cell["seconds"]))
         if cell["peak_bytes"]:
             mebibytes.setdefault(cell["model"], []).append((cell["n"], cell["peak_bytes"] / 2**20))
-    plots.efficiency(milliseconds, mebibytes, folder / "table3.png")
+    xlabel = "sequence length n (tokens per pass fixed)"
+    linformers.plots.efficiency(milliseconds, mebibytes, folder / "table3.png", xlabel)
     plots.architecture(folder / "architecture.png")
 
 
