@@ -359,13 +359,3 @@ def theorems(panels: Sequence[tuple[Curves, Mapping[str, str]]], path: Path) -> 
 def _grey(name: str) -> tuple[str, str] | None:
     """The line and the shade of what a curve must beat, none of them like another."""
     return next((style for start, style in GREYS.items() if name.startswith(start)), None)
-
-
-def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure with a row of panels."""
-    plt.rcParams.update(LOOK)
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
-    return figure, list(axes[0])
-
-
-draw, against_length, one_legend, save = _draw, _against_length, _one_legend, _save
