@@ -57,7 +57,6 @@ def choosing(work: Workspace, twin: Job) -> Job:
         steps=1,
         steps_done=lambda: int((out / "choose-k.json").exists()),
         after=twin,
-        alone=True,
     )
 
 
@@ -67,12 +66,13 @@ def collect(work: Workspace) -> dict[str, Any]:
     choice = results.get(CHOICE)
     if choice is None:
         return {"runs": {}}
-    seconds = {name: cost["seconds"] for name, cost in zip(choice["choices"], choice["costs"], strict=True)}
+    costs = choice.get("costs", [{"seconds": None}] * len(choice["choices"]))  # recorded by earlier versions
+    seconds = {name: cost["seconds"] for name, cost in zip(choice["choices"], costs, strict=True)}
     rows = {
         name: {
             "lengths": lengths,
             "mean": sum(lengths) / len(lengths),
-            "time": seconds[name] / seconds["uniform"],
+            "time": seconds[name] and seconds[name] / seconds["uniform"],
             "perplexity": results.get(f"chosen_k/{name}", {}).get("perplexity"),
         }
         for name, lengths in choice["choices"].items()

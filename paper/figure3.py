@@ -108,7 +108,7 @@ def claims(record: Mapping[str, Any]) -> dict[str, Any]:
     """The paper's claims with our numbers; a claim whose runs are missing is left out."""
     ends = {name: panel["ends"] for name, panel in record["panels"].items()}
     ratios = {n: _ratios(ends[panel]) for panel, n in (("a", 512), ("b", 1024))}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"better_with_k": None, "sharing": None, "k_decides": []}
     by_k = [ends["a"][f"Linformer k={k}"] for k in (64, 128, 256)]
     if all(by_k):
         better = by_k[0] > NOISE * by_k[1] > NOISE**2 * by_k[2]

@@ -47,7 +47,6 @@ class Job:
         steps: total number of steps, for the progress bar.
         steps_done: number of steps finished so far.
         after: the pretraining job whose model this one needs.
-        alone: whether nothing else may run at the same time, because the job measures time.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Job:
     steps: int
     steps_done: Callable[[], int]
     after: Job | None = None
-    alone: bool = False
 
     @cached_property
     def key(self) -> str:
@@ -119,12 +117,9 @@ class Records:
         return {name: own["result"] for name, own in found.items()}, {name: origin(own) for name, own in found.items()}
 
     def begin(self, job: Job) -> None:
-        """Note in the output folder which job starts there; a resumed job keeps the note of its first start.
-
-        A job that measures time does not resume: it measures everything again.
-        """
+        """Note in the output folder which job starts there; a resumed job keeps the note of its first start."""
         note = job.out / NOTE
-        if job.alone or job.steps_done() == 0:
+        if job.steps_done() == 0:
             job.out.mkdir(parents=True, exist_ok=True)
             command = " ".join(("linformers", *map(self.public, job.arguments)))
             where = {"key": job.key, "command": command, "commit": commit(), **environment()}
@@ -220,8 +215,7 @@ class Runner:
                 self._fail(job, f"{job.after.name} failed")
         unfinished = {job.name for job in (*self.waiting, *(job for job, _ in self.running))}
         for job in [job for job in self.waiting if job.after is None or job.after.name not in unfinished]:
-            # A job that must run alone also holds back the jobs behind it; otherwise it might never start.
-            if len(self.running) >= (1 if job.alone else self.at_once) or any(other.alone for other, _ in self.running):
+            if len(self.running) >= self.at_once:
                 break
             self.waiting.remove(job)
             try:

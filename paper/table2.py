@@ -150,7 +150,7 @@ def claims(record: Mapping[str, Any]) -> dict[str, Any]:
     averages, others = averages_at_best_rates(record), averages_of(record, WITHOUT_QNLI)
     pure = {cell: own for cell, own in averages.items() if cell[1] not in (TWIN, LOCAL)}
     twin, local = averages.get((512, TWIN)), averages.get((512, LOCAL))
-    found: dict[str, Any] = {"twin": twin, "without_qnli": others}
+    found: dict[str, Any] = {"twin": twin, "without_qnli": others, "comparable": None, "local": None}
     if twin is not None and pure:
         best = max(pure, key=lambda cell: pure[cell])
         found["comparable"] = {"verdict": verdict(pure[best] >= twin - NOISE), "best": best, "average": pure[best]}
