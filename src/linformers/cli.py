@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import nullcontext
 from importlib.metadata import version
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from .checks import fractions, whole_numbers
-from .errors import UserError, run_cli
+from .errors import run_cli
 from .shipped import ENGLISH
-
-if TYPE_CHECKING:
-    from .training.tasks import TaskData
 
 app = typer.Typer(
     help="Linformer: self-attention with linear complexity.",
@@ -92,15 +87,14 @@ def prepare(
 
 @app.command()
 def pretrain(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/small/n512-k128-layerwise.yaml.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/cpu.yaml.")],
     changes: Annotated[list[str] | None, typer.Argument(help="Changes: steps=100 model.projection=identity …")] = None,
 ) -> None:
     """Pretrain a model by masked-language modelling; run again, it goes on from its newest checkpoint."""
     from .training import pretrain
-    from .training.recipe import read
 
     _quiet()
-    sys.exit(pretrain.run(read(recipe, changes or []), console, _command()))
+    sys.exit(pretrain.pretrain(recipe, changes or [], console=console, command=_command()))
 
 
 @app.command()
@@ -126,7 +120,16 @@ def finetune(
     """Fine-tune a model on a labelled task and report accuracy and F1 over several seeds."""
     from .training import finetune
 
-    settings = finetune.Settings(
+    _quiet()
+    code = finetune.finetune(
+        task,
+        out,
+        model=model,
+        data=data,
+        test=test,
+        validation=validation,
+        text=text,
+        label=label,
         seeds=seeds,
         epochs=epochs,
         batch_size=batch_size,
@@ -134,10 +137,10 @@ def finetune(
         max_length=max_length,
         precision=precision,
         compile=compiled,
+        console=console,
+        command=_command(),
     )
-    _quiet()
-    loaded = _task(task, data, test, validation, text, label)
-    sys.exit(finetune.run(loaded, model, out, settings, console, _command()))
+    sys.exit(code)
 
 
 @app.command()
@@ -149,15 +152,10 @@ def predict(
     batch_size: Annotated[int, typer.Option(help="Lines at once.")] = 32,
 ) -> None:
     """Label each line of text, or fill in its <mask>; a JSON object for each."""
-    from .training import inference, sources
+    from .training import predict
 
-    if file is not None and not file.is_file():
-        raise UserError(f"file={str(file)!r} does not exist, or is no file")
     _quiet()
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    with sources.open_text(file) if file else nullcontext(sys.stdin) as lines:
-        inference.predict(model, lines, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
+    predict.predict(model, file, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
 
 
 @app.command()
@@ -173,32 +171,13 @@ def evaluate(
     """The perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
     import json
 
-    from .config import LinformerConfig
-    from .training import inference, tasks
+    from .training import predict
 
     _quiet()
     progress = Console(stderr=True)
-    of_perplexity: dict[str, tuple[object, object]] = {"rows": (rows, 1024), "mask_share": (mask_share, 0.15)}
-    of_tasks: dict[str, tuple[object, object]] = {"text": (text, "text"), "label": (label, "label")}
-    for option, (value, usual) in (of_tasks if task is None else of_perplexity).items():
-        if value != usual:
-            what = "perplexity: name a task" if task is None else f"task={task!r}, which is no perplexity"
-            raise UserError(f"{option}={value!r} has no effect on {what}")
-    if task is not None:
-        inference.check_classifier(model)
-        if Path(task).suffix:
-            if data is not None or not Path(task).is_file():
-                wrong = f"data={str(data)!r} has no effect on" if data is not None else "there is no file"
-                raise UserError(f"{wrong} task={task!r}; name a file, or a task and the folder of its data")
-            names = list(LinformerConfig.from_pretrained(model).id2label.values())
-            loaded = tasks.labelled_file(Path(task), text.split(","), label, names)
-        else:
-            loaded = _task(task, data, None, None, text, label)
-        result = inference.score(model, loaded, progress)
-    elif data is not None:
-        result = inference.perplexity(model, data, progress, rows, mask_share=mask_share)
-    else:
-        raise UserError("data is missing: a folder that linformers prepare made, or a task's with --task")
+    result = predict.evaluate(
+        model, data=data, task=task, text=text, label=label, rows=rows, mask_share=mask_share, console=progress
+    )
     console.print_json(json.dumps(result))
 
 
@@ -401,24 +380,6 @@ def reproduce(
         results = runs / "results"
     place = Place(data, recipes, runs, results, small)
     sys.exit(all_sections.run(sections, place, console, only=only or (), at_once=at_once, minutes=minutes))
-
-
-def _task(name: str, data: Path | None, test: Path | None, validation: Path | None, text: str, label: str) -> TaskData:
-    """A named task, or a labelled file."""
-    from .training import tasks
-
-    if name in tasks.TASKS or not Path(name).suffix:
-        given = {"test": test, "validation": validation, "text": text != "text", "label": label != "label"}
-        for option, value in given.items():
-            if value:
-                raise UserError(f"{option} has no effect on task {name!r}, whose files and columns are known")
-        return tasks.load(name, data)
-    if not Path(name).is_file():
-        raise UserError(f"task={name!r} is neither a file nor one of {', '.join(tasks.TASKS)}")
-    columns = text.split(",")
-    return tasks.load(
-        tasks.custom_task(Path(name), test=test, validation=validation, text_columns=columns, label_column=label), data
-    )
 
 
 def _quiet() -> None:
