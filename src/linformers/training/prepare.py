@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import TextColumn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -30,12 +29,11 @@ from .corpus import FORMAT, MANIFEST, TOKENIZER, tokenizer_hash
 # What the models take. BERT's tokenizers would also return token types.
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-OUR_FILES = re.compile(r"(train|validation)-\d{5,}\.bin|\.(train|validation)-\d{5,}\.bin\.unfinished")
+OUR_FILES = re.compile(r"(train|validation)-\d{5,}\.bin|\.((train|validation)-\d{5,}\.bin|manifest\.json)\.unfinished")
 BATCH_CHARACTERS = 2**20
 TOKENIZER_CHARACTERS = 2**28  # the most text that a tokenizer is trained on
 MAX_UINT16_VOCABULARY = 2**16
 MIN_VALIDATION_TOKENS = 10_000  # perplexity on fewer tokens is mostly noise
-RATE = TextColumn("{task.fields[rate]}")
 
 
 def prepare(
@@ -90,38 +88,31 @@ def prepare(
             if OUR_FILES.fullmatch(path.name):  # left by a killed run
                 path.unlink()
         if own is None:
-            with progress(console, None, RATE) as bars:
-                task = bars.add_task("tokenizer", total=tokenizer_documents, rate="documents")
-                sample = _sample(all_sources, text_column, share, tokenizer_documents, lambda: bars.advance(task))
-                own = train_tokenizer(sample, vocab_size)
+            with progress(console) as bars:
+                task = bars.add_task("tokenizer", total=tokenizer_documents)
+                own = train_tokenizer(
+                    _sample(all_sources, text_column, share, tokenizer_documents, lambda: bars.advance(task)),
+                    vocab_size,
+                )
                 bars.update(task, total=bars.tasks[task].completed)
         own.save_pretrained(out / TOKENIZER)
-        vocabulary, eos = max(own.get_vocab().values()) + 1, int(own.eos_token_id)
+        vocabulary = max(own.get_vocab().values()) + 1
         dtype = np.dtype("uint16" if vocabulary <= MAX_UINT16_VOCABULARY else "uint32").newbyteorder("<")
-        writers = {split: ShardWriter(out, split, dtype, shard_tokens) for split in ("train", "validation")}
-        with progress(console, None, RATE) as bars:
-            began, tokens = time.perf_counter(), 0
-            task = bars.add_task("files", total=len(all_sources), rate="")
+        began = time.perf_counter()
+        with progress(console) as bars:
+            task = bars.add_task("files", total=len(all_sources))
             documents = _documents(all_sources, text_column, share, lambda: bars.advance(task))
-            for batch in encode(documents, out / TOKENIZER / "tokenizer.json", eos, dtype, workers):
-                for split, ids in batch:
-                    writers[split].write(ids)
-                    tokens += len(ids)
-                rate = tokens / (time.perf_counter() - began)
-                bars.update(task, rate=f"{tokens:,} tokens, {rate:,.0f} per second")
-        splits = {split: writer.finish() for split, writer in writers.items()}
-        for split, summary in splits.items():
-            if summary["documents"] == 0:
-                cause = (
-                    f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
-                )
-                raise UserError(f"there are no documents for the split {split!r}: {cause}")
+            tokens = encode(documents, out / TOKENIZER / "tokenizer.json", own.eos_token_id, dtype, workers)
+            splits = _write_shards(tokens, out, shard_tokens)
+        for empty in (name for name, split in splits.items() if not split["documents"]):
+            cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
+            raise UserError(f"there are no documents for {empty}: {cause}")
         manifest = {
             "format": FORMAT,
             "dtype": dtype.name,
             "vocab_size": vocabulary,
             "tokenizer": tokenizer_hash(out / TOKENIZER),
-            "eos_token_id": eos,
+            "eos_token_id": own.eos_token_id,
             "sources": list(sources),
             "validation_sources": list(validation),
             "splits": splits,
@@ -129,15 +120,15 @@ def prepare(
         write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last, since it makes the folder a corpus
 
     for name, split in splits.items():
-        counts = f"{split['documents']:,} documents, {split['tokens']:,} tokens, {len(split['shards']):,} shards"
-        console.print(f"{name}: {counts}", highlight=False)
+        console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
     if splits["validation"]["tokens"] < MIN_VALIDATION_TOKENS:
         few = (
             "The validation set is small, so perplexity will be noisy: use --validation or a larger --validation-share"
         )
         console.print(few, style="yellow", highlight=False)
-    console.print(f"vocabulary: {vocabulary:,} tokens", highlight=False)
-    console.print(f"Written to {out} at {rate:,.0f} tokens/s", highlight=False, markup=False)
+    rate = sum(split["tokens"] for split in splits.values()) / (time.perf_counter() - began)
+    summary = f"Written to {out}: a vocabulary of {vocabulary:,} tokens; {rate:,.0f} tokens per second"
+    console.print(summary, highlight=False, markup=False)
     return manifest
 
 
@@ -293,33 +284,31 @@ def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, s
         yield batch
 
 
-class ShardWriter:
-    """Writes the documents of a split to shards of at most `shard_tokens` tokens, each of them atomically."""
+def _write_shards(
+    batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int
+) -> dict[str, dict[str, Any]]:
+    """Write documents to shards of at most `shard_tokens` tokens; returns the splits of the manifest."""
+    splits: dict[str, dict[str, Any]] = {
+        name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")
+    }
+    buffers: dict[str, list[np.ndarray]] = {name: [] for name in splits}
 
-    def __init__(self, out: Path, split: str, dtype: np.dtype, shard_tokens: int):
-        self.out, self.split, self.shard_tokens = out, split, shard_tokens
-        self.buffer, self.size = [np.empty(0, dtype)], 0
-        self.summary: dict[str, Any] = {"documents": 0, "tokens": 0, "shards": []}
+    def write_shard(split: str) -> None:
+        ids, rest = np.split(np.concatenate(buffers[split]), [shard_tokens])
+        buffers[split] = [rest] if len(rest) else []
+        shards = splits[split]["shards"]
+        name, content = f"{split}-{len(shards):05d}.bin", ids.tobytes()
+        write_bytes(out / name, content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        shards.append({"file": name, "tokens": len(ids), "bytes": len(content), "sha256": sha256})
 
-    def write(self, ids: np.ndarray) -> None:
-        """Append a document."""
-        self.summary["documents"] += 1
-        self.summary["tokens"] += len(ids)
-        self.buffer.append(ids)
-        self.size += len(ids)
-        while self.size >= self.shard_tokens:
-            self._write_shard()
-
-    def finish(self) -> dict[str, Any]:
-        """Write the rest; returns the split's entry in the manifest."""
-        if self.size:
-            self._write_shard()
-        return self.summary
-
-    def _write_shard(self) -> None:
-        ids, rest = np.split(np.concatenate(self.buffer), [self.shard_tokens])
-        self.buffer, self.size = [rest], len(rest)
-        name, content = f"{self.split}-{len(self.summary['shards']):05d}.bin", ids.tobytes()
-        write_bytes(self.out / name, content)
-        shard = {"tokens": len(ids), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        self.summary["shards"].append({"file": name, **shard})
+    for split, ids in chain.from_iterable(batches):
+        splits[split]["documents"] += 1
+        splits[split]["tokens"] += len(ids)
+        buffers[split].append(ids)
+        while splits[split]["tokens"] - shard_tokens * len(splits[split]["shards"]) >= shard_tokens:
+            write_shard(split)
+    for split in splits:
+        if buffers[split]:
+            write_shard(split)
+    return splits

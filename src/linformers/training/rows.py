@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -150,31 +150,26 @@ def already_batched(batch: Any) -> Any:
 # Labeled texts.
 
 
-@dataclass(frozen=True, eq=False)
-class Examples:
-    """Texts or pairs of texts, and their labels (int64)."""
+class Example(NamedTuple):
+    """A text, or a pair of texts, and its label."""
 
-    texts: list[str]
-    pairs: list[str] | None
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    text: str
+    pair: str | None
+    label: int
 
 
-def encode(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
+def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
     """Rows with at most `max_length` `input_ids`, and `label`; the longer text of a pair is truncated first."""
     check_size("max_length", max_length)
-    special = tokenizer.num_special_tokens_to_add(pair=examples.pairs is not None)
-    if max_length <= special:
-        raise UserError(f"max_length={max_length} leaves no room for text besides {special} special tokens")
-    ids: list[np.ndarray] = []
+    rows: list[dict[str, Any]] = []
     for start in range(0, len(examples), 1000):
-        part = slice(start, start + 1000)
-        pairs = None if examples.pairs is None else examples.pairs[part]
-        encoded = tokenizer(examples.texts[part], pairs, truncation="longest_first", max_length=max_length)
-        ids += (np.array(own, dtype=np.int32) for own in encoded["input_ids"])
-    return [{"input_ids": own, "label": int(label)} for own, label in zip(ids, examples.labels, strict=True)]
+        texts, pairs, labels = zip(*examples[start : start + 1000], strict=True)
+        second = None if pairs[0] is None else list(pairs)
+        if max_length <= (special := tokenizer.num_special_tokens_to_add(pair=second is not None)):
+            raise UserError(f"max_length={max_length} leaves no room for text besides {special} special tokens")
+        ids = tokenizer(list(texts), second, truncation="longest_first", max_length=max_length)["input_ids"]
+        rows += ({"input_ids": np.array(own), "label": label} for own, label in zip(ids, labels, strict=True))
+    return rows
 
 
 def longest_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

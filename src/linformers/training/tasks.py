@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from ..checks import check_choice
 from ..errors import UserError
 from . import data as files
-from .rows import Examples
+from .rows import Example
 
 HELD_OUT = 0.05
 
@@ -42,21 +42,17 @@ class TaskData:
     """The three sets of a task; `reported_on` names the source of `test`, and `note` belongs next to each result."""
 
     name: str
-    train: Examples
-    validation: Examples
-    test: Examples
+    train: list[Example]
+    validation: list[Example]
+    test: list[Example]
     label_names: list[str]
     reported_on: str
     note: str
 
     def hash(self) -> str:
         """Identifies the content: all texts and labels."""
-        digest = blake2b(repr((self.label_names, self.reported_on)).encode(), digest_size=16)
-        for examples in (self.train, self.validation, self.test):
-            for text in chain(examples.texts, examples.pairs or ()):
-                digest.update(text.encode() + b"\0")
-            digest.update(examples.labels.tobytes())
-        return digest.hexdigest()
+        content = (self.label_names, self.reported_on, self.train, self.validation, self.test)
+        return blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
 def load(
@@ -86,49 +82,44 @@ def load(
         for option, value in given.items():
             if value:
                 raise UserError(f"{option} has no effect on task={task!r}, whose files and columns are known")
-        train, reported = (_named_table(task, split, data) for split in ("train", TASKS[task].reported))
-        return _split(task, train, None, reported, "", list(TASKS[task].label_names))
+        tables = [_named_table(task, split, data) for split in ("train", TASKS[task].reported)]
+        return _split(task, tables[0], None, tables[1], "", list(TASKS[task].label_names))
     if data is not None:
         raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
     if not Path(task).is_file():
         raise UserError(f"task={task!r} is neither a file nor one of {', '.join(TASKS)}")
     path, note = Path(task), ""
-    if test is None:
-        rest = "on another 5%" if validation is None else f"on 5% held out of {path.name}"
-        where = f"5% held out of {path.name}" if validation is None else validation.name
-        note = f"no test file: reported on {where}, selected {rest}"
-        test, validation = validation, None
-    tables = [
-        None if own is None else _file_table(name, own, text, label)
-        for name, own in {"task": path, "validation": validation, "test": test}.items()
-    ]
-    assert tables[0] is not None
-    return _split(path.name.split(".")[0], *tables, note)
+    train = _file_table("task", path, text, label)
+    selected = None if validation is None else _file_table("validation", validation, text, label)
+    reported = None if test is None else _file_table("test", test, text, label)
+    if reported is None and selected is None:
+        note = f"no test file: reported on 5% held out of {path.name}, selected on another 5%"
+    elif reported is None and selected is not None:
+        note = f"no test file: reported on {selected.name}, selected on 5% held out of {path.name}"
+        selected, reported = None, selected
+    return _split(path.name.split(".")[0], train, selected, reported, note)
 
 
 def load_rows(path: Path, text: str, label: str, label_names: Sequence[str]) -> TaskData:
     """All rows of a labeled table, for a model that has been trained on these labels."""
-    table = _file_table("task", path, text, label)
-    rows = table.examples({name: number for number, name in enumerate(label_names)})
+    rows = _file_table("task", path, text, label).examples({name: i for i, name in enumerate(label_names)})
     note = "all rows of the file; it must not be the training file"
     return TaskData(path.name.split(".")[0], rows, rows, rows, list(label_names), path.name, note)
 
 
 class _Table(NamedTuple):
-    """Texts and the names of their labels; `where` is what messages call the source, `name` what results call it."""
+    """Texts with the names of their labels; `where` is the source in messages, `name` in results."""
 
     where: str
     name: str
-    texts: list[str]
-    pairs: list[str] | None
-    labels: list[str]
+    rows: list[tuple[str, str | None, str]]
 
-    def examples(self, numbers: Mapping[str, int]) -> Examples:
-        for label in self.labels:
+    def examples(self, numbers: Mapping[str, int]) -> list[Example]:
+        for _, _, label in self.rows:
             if label not in numbers:
                 known = ", ".join(map(repr, list(numbers)[:10])) + (", ..." if len(numbers) > 10 else "")
                 raise UserError(f"{self.where} has the label {label!r}, which is not one of {known}")
-        return Examples(self.texts, self.pairs, np.array([numbers[label] for label in self.labels], dtype=np.int64))
+        return [Example(text, pair, numbers[label]) for text, pair, label in self.rows]
 
 
 def _named_table(task: str, split: str, data: Path | None) -> _Table:
@@ -160,26 +151,21 @@ def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
 def _table(
     where: str, name: str, rows: Iterable[Mapping[str, Any]], text_columns: Sequence[str], label_column: str
 ) -> _Table:
-    texts: list[list[str]] = [[] for _ in text_columns]
-    labels = []
+    found: list[tuple[str, str | None, str]] = []
     for number, row in enumerate(rows, 1):
-        for column, own in zip(text_columns, texts, strict=True):
-            text = "" if row[column] is None else row[column]  # some of Quora's pairs lack a text
+        texts = ["" if row[column] is None else row[column] for column in text_columns]  # some of Quora's are missing
+        for column, text in zip(text_columns, texts, strict=True):
             if not isinstance(text, str):
                 raise UserError(f"{where} has {text!r} in row {number}, column {column!r}, which is not text")
-            own.append(text)
         label = row[label_column]
         if isinstance(label, float) and label.is_integer():
             label = int(label)  # pandas writes a column of integers with gaps as floats
         if not isinstance(label, str | int) or not str(label).strip():
             raise UserError(f"{where} has {label!r} in row {number}, column {label_column!r}, which is not a label")
-        labels.append(str(label).strip())
-    if not labels:
-        raise UserError(f"{where} has no rows")
-    for column, own in zip(text_columns, texts, strict=True):
-        if not any(map(str.strip, own)):
-            raise UserError(f"{where} has no text in column {column!r}")
-    return _Table(where, name, texts[0], texts[1] if len(texts) > 1 else None, labels)
+        found.append((texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
+    if not any(text.strip() for text, _, _ in found) or not any(pair is None or pair.strip() for _, pair, _ in found):
+        raise UserError(f"{where} has no text in the columns {', '.join(map(repr, text_columns))}")
+    return _Table(where, name, found)
 
 
 def _split(
@@ -187,24 +173,25 @@ def _split(
 ) -> TaskData:
     """Number the labels, and hold out the sets that are not given."""
     numbers = {} if names is None else {str(number): number for number in range(len(names))}
-    names = names or _label_names(train.labels)
+    names = names or _label_names(label for _, _, label in train.rows)
     numbers |= {label: number for number, label in enumerate(names)}
-    whole = train.examples(numbers)
-    if len(np.unique(whole.labels)) == 1:
-        raise UserError(f"{train.where} has the single label {train.labels[0]!r}; a classifier needs two or more")
-    kept = np.ones(len(whole), dtype=bool)
-    sets = []
-    for part, table in enumerate((validation, test)):
-        chosen = held_out(whole.texts, part)
-        kept &= ~chosen | (table is not None)
-        sets.append(_take(whole, chosen) if table is None else table.examples(numbers))
-    rest = _take(whole, kept)
-    if not (len(rest) and all(map(len, sets))):
+    examples = train.examples(numbers)
+    if len({example.label for example in examples}) == 1:
+        raise UserError(f"{train.where} has the single label {train.rows[0][-1]!r}; a classifier needs two or more")
+    parts = [np.array([held_out(example.text, part) for example in examples]) for part in range(2)]
+    sets = [
+        list(compress(examples, chosen)) if table is None else table.examples(numbers)
+        for chosen, table in zip(parts, (validation, test), strict=True)
+    ]
+    taken = [chosen for chosen, table in zip(parts, (validation, test), strict=True) if table is None]
+    rest = list(compress(examples, ~np.any(taken, axis=0))) if taken else examples
+    if not (rest and all(sets)):
         raise UserError(
-            f"{train.where} has {len(whole)} rows, too few distinct ones to hold out 5% of them; "
+            f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
             "give more, or a validation and a test file"
         )
-    return TaskData(name, rest, *sets, names, f"5% of {train.name}" if test is None else test.name, note)
+    reported_on = f"5% of {train.name}" if test is None else test.name
+    return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
 
 
 def _label_names(labels: Iterable[str]) -> list[str]:
@@ -213,20 +200,11 @@ def _label_names(labels: Iterable[str]) -> list[str]:
     return sorted(names, key=int) if all(re.fullmatch(r"-?\d+", name) for name in names) else names
 
 
-def held_out(texts: Sequence[str], part: int = 0) -> np.ndarray:
-    """Which texts are held out: 5% of them, which depend on the texts alone; different parts are disjoint.
-
-    Equal texts are held out together, whatever their order.
-    """
+def held_out(text: str, part: int) -> bool:
+    """Whether a text belongs to part 0, 1, … of 5% each, by its hash: equal texts stay together in any order."""
     # Copies of a data set differ in the space at the end of texts.
-    digests = (blake2b(text.strip().encode(), digest_size=8).digest() for text in texts)
-    places = np.array([int.from_bytes(digest, "big") / 2**64 for digest in digests])
-    return (part * HELD_OUT <= places) & (places < (part + 1) * HELD_OUT)
-
-
-def _take(examples: Examples, chosen: np.ndarray) -> Examples:
-    pairs = None if examples.pairs is None else list(compress(examples.pairs, chosen))
-    return Examples(list(compress(examples.texts, chosen)), pairs, examples.labels[chosen])
+    digest = blake2b(text.strip().encode(), digest_size=8).digest()
+    return part * HELD_OUT <= int.from_bytes(digest, "big") / 2**64 < (part + 1) * HELD_OUT
 
 
 # Scores.
