@@ -1,5 +1,6 @@
 """Commands of linformers in processes that start at once: forks of a server that has imported the package."""
 
+import multiprocessing
 import multiprocessing.connection
 import os
 import socket
@@ -8,7 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from linformers import cli
-from linformers.training.tokenizer import _context
+
+
+def context() -> multiprocessing.context.BaseContext:
+    """Processes are forks of a server that has imported the command line."""
+    own = multiprocessing.get_context("forkserver")
+    own.set_forkserver_preload(["linformers.cli", "linformers.training.predict"])
+    return own
 
 
 class Forked:
@@ -22,7 +29,7 @@ class Forked:
 
     def __init__(self, target: Callable[[], None], log: Path, environment: dict[str, str] | None = None) -> None:
         arguments = (target, str(log), str(Path.cwd()), environment or {})
-        self.process = _context().Process(target=_start, args=arguments)
+        self.process = context().Process(target=_start, args=arguments)
         self.process.start()
 
     @property
