@@ -3,19 +3,18 @@
 import argparse
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from paper.heads import Head, generator, layer_heads, pick_heads, random_head
+from paper.theorem1 import RandomLowRank, lemma, theorem_1, theorem_1_k
+from paper.theorem2 import Construction, existence, proof_k, stated_k, theorem_2
 from scipy import stats
 
 from linformers.errors import UserError
 from paper import report, theorem1, theorems
-from paper.heads import Head, generator, layer_heads, pick_heads, random_head
-from paper.theorem1 import RandomLowRank, lemma, theorem_1, theorem_1_k
-from paper.theorem2 import Construction, existence, proof_k, stated_k, theorem_2
 
 from ..analysis.conftest import encoder, folder, text  # noqa: F401
 
