@@ -227,6 +227,7 @@ class LinformerConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise a `UserError` that names the first invalid field or combination of fields."""
+        self._check_labels({})
         for name in SIZES:
             check_size(name, getattr(self, name), most=4096 if name.startswith("num_") else 2**31)
         for name in FLAGS:
@@ -301,7 +302,7 @@ class LinformerConfig(PreTrainedConfig):
             labels = getattr(self, name)
             if labels is not None and not isinstance(labels, dict):
                 raise UserError(f"{name}={labels!r} must be a dict, such as {{0: 'negative', 1: 'positive'}}")
-        if self.id2label is not None and not all(str(key).isdigit() for key in self.id2label):
+        if self.id2label is not None and not (self.id2label and all(str(key).isdigit() for key in self.id2label)):
             raise UserError(f"id2label={self.id2label!r} must have the numbers of the labels as keys, from 0")
 
 
