@@ -1,4 +1,4 @@
-"""Weights of other encoders into Linformers: RoBERTa becomes the Transformer twin, or the start of a Linformer."""
+"""Converts RoBERTa models: to the Transformer twin, which computes the same, or to the start of a Linformer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PROJECTION_FIELDS = (
     "local_window",
 )
 
-# Parts of RoBERTa's parameter names and ours, replaced in this order.
+# Parts of RoBERTa's parameter names and of ours, replaced in this order.
 NAMES = (
     ("roberta.", "linformer."),
     ("embeddings.LayerNorm", "embeddings.norm"),
@@ -77,7 +77,7 @@ NAMES = (
 )
 
 
-# Fields that may differ from RoBERTa's: they change neither a weight's shape nor what it means.
+# Fields that may differ from RoBERTa's: they change neither the shape nor the meaning of a weight.
 FREE_FIELDS = (
     "max_position_embeddings",
     "projection",
@@ -95,44 +95,44 @@ FREE_FIELDS = (
 def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrainedModel:
     """Copy a RoBERTa model into the Linformer class with the same head.
 
-    By default the result is the Transformer twin (`projection="identity"`) and computes what RoBERTa computes,
-    wherever the mask is `input_ids != pad_token_id`: RoBERTa takes positions from that, even where it is given
-    another mask or none. RoBERTa's pooler, which only its pretraining would use, has no counterpart.
+    By default the result is the Transformer twin (`projection="identity"`), which computes what RoBERTa computes if the
+    mask is `input_ids != pad_token_id`: RoBERTa derives positions from that, whatever mask it is given. RoBERTa's
+    pooler has no counterpart.
 
-    With `projection="linear", projected_length=256` the weights are RoBERTa's and E is new. With another
-    `max_position_embeddings` the positions are cut off or interpolated, as `resize_length` does.
+    With `projection="linear", projected_length=256`, the weights are RoBERTa's and E is new. With another
+    `max_position_embeddings`, positions are cut off or interpolated, as by `resize_length`.
 
     Args:
         roberta: a `RobertaModel`, or one for masked words, sequences, tokens or questions.
-        **config: fields of `LinformerConfig` that are to differ from RoBERTa's.
+        **config: fields of `LinformerConfig` that differ from RoBERTa's.
     """
     name = type(roberta).__name__
     if name not in CLASSES:
         raise UserError(f"from_roberta takes one of {', '.join(CLASSES)}, not {name}")
-    fields = _fields_of(roberta.config)
-    _check_changes(fields, roberta.config, config)
-    twin = _load(CLASSES[name](LinformerConfig(**fields)), _weights_of(roberta))
+    fields = fields_of(roberta.config)
+    check_changes(fields, roberta.config, config)
+    twin = load(CLASSES[name](LinformerConfig(**fields)), weights_of(roberta))
     if "max_position_embeddings" in config:
         twin.resize_length(config["max_position_embeddings"])
-    model = _load(CLASSES[name](LinformerConfig(**{**fields, **config})), twin.state_dict())
+    model = load(CLASSES[name](LinformerConfig(**{**fields, **config})), twin.state_dict())
     return model.to(roberta.device, roberta.dtype).train(roberta.training)
 
 
-def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of the twin of a RoBERTa model with this config."""
+def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of the twin of a RoBERTa model."""
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
             raise UserError(f"the RoBERTa model has {name}=True: {NO_CAUSAL}")
     if config.pad_token_id is None:
-        raise UserError("the RoBERTa model has pad_token_id=None, after which its positions are counted")
+        raise UserError("the RoBERTa model has pad_token_id=None, but its positions are counted from pad_token_id + 1")
     fields = {field: getattr(config, field) for field in SAME_FIELDS}
-    return {**fields, "max_position_embeddings": _num_positions(config), "projection": "identity"}
+    return {**fields, "max_position_embeddings": num_positions(config), "projection": "identity"}
 
 
-def _check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: dict[str, Any]) -> None:
+def check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         if name in PROJECTION_FIELDS and changes.get("projection", "identity") == "identity":
-            raise UserError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' too")
+            raise UserError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' as well")
         if name in FREE_FIELDS:
             continue
         if not hasattr(LinformerConfig, name):
@@ -140,33 +140,29 @@ def _check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: di
             raise UserError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
         own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
         if own != value:
-            raise UserError(f"{name}={value!r} cannot be chosen: RoBERTa's weights are for {own!r}")
+            raise UserError(f"{name}={value!r} is not possible: RoBERTa's weights are for {own!r}")
 
 
-def _num_positions(config: PreTrainedConfig) -> int:
+def num_positions(config: PreTrainedConfig) -> int:
     """RoBERTa counts positions from pad_token_id + 1 and never uses the rows before."""
     return config.max_position_embeddings - config.pad_token_id - 1
 
 
-def _weights_of(roberta: PreTrainedModel) -> dict[str, Tensor]:
+def weights_of(roberta: PreTrainedModel) -> dict[str, Tensor]:
     """RoBERTa's weights under our names."""
     weights = {}
     for key, weight in roberta.state_dict().items():
         if key == "lm_head.bias" or "pooler." in key or key.endswith("_ids"):
-            continue  # the decoder's bias under a second name; parts that a Linformer does not have
+            continue  # a second name of the decoder's bias, and parts that a Linformer does not have
         if "position_embeddings" in key:
-            weight = weight[-_num_positions(roberta.config) :]
-        weights[_renamed(key)] = weight
+            weight = weight[-num_positions(roberta.config) :]
+        for theirs, ours in NAMES:
+            key = key.replace(theirs, ours)
+        weights[key] = weight
     return weights
 
 
-def _renamed(key: str) -> str:
-    for theirs, ours in NAMES:
-        key = key.replace(theirs, ours)
-    return key
-
-
-def _load(model: LinformerPreTrainedModel, weights: dict[str, Tensor]) -> LinformerPreTrainedModel:
+def load(model: LinformerPreTrainedModel, weights: dict[str, Tensor]) -> LinformerPreTrainedModel:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     lost = unexpected + [key for key in missing if "projections." not in key]
     assert not lost, f"not converted: {lost}"

@@ -59,6 +59,7 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     base = model.base_model
     with torch.device("meta"):
         projections = build_projections(new)
+    projection: Any
     for projection, source in zip(projections, base.projections, strict=True):
         for like in source.parameters():
             projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
@@ -112,7 +113,7 @@ def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
             f"the checkpoint is for n={saved.max_position_embeddings}, k={saved.largest_projected_length}, but n={n}, "
             f"k={k} was requested; load it as it is, then call model.resize_length({n}, {k})"
         )
-    meaning = {"norm_first": (saved.norm_first, asked.norm_first)}
+    meaning: dict[str, tuple[Any, Any]] = {"norm_first": (saved.norm_first, asked.norm_first)}
     if same_projection:
         meaning |= {name: (getattr(saved, name), getattr(asked, name)) for name in PROJECTION_MEANING}
         if saved.projection == "linear":
