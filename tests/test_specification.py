@@ -50,7 +50,7 @@ def test_equals_its_definition(mode, attn_implementation):
             x = torch.randn(3, length, 16, dtype=torch.double)
             result, _ = attention(x, E, F, attn_implementation=attn_implementation)
             assert_same(result, naive_attention(attention, E, F, x, shift=shift))
-            tokens = zero_padding(reorder(x, ranks.order), ranks.mask)
+            tokens = zero_padding(reorder(x, ranks.order), ranks.sorted_mask)
             result, _ = attention(tokens, *padded, ranks.lengths, attn_implementation=attn_implementation)
             assert_same(reorder(result, ranks.places)[mask], naive_attention(attention, E, F, x, mask, shift)[mask])
 

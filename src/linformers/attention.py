@@ -73,26 +73,42 @@ class ProjectedAttention(nn.Module):
         E: EF,
         F: EF,
         lengths: Tensor | None = None,
+        ranks: Ranks | None = None,
         context: Tensor | None = None,
         attn_implementation: str = TRITON,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `x` (b, n, d) to its own projection, or to that of `context` (b, m, d).
 
-        Rows are sorted by rank: real tokens first, then padding, which is 0. `lengths` (b,) counts the real tokens.
+        Padding is 0. Rows are sorted by rank, real tokens first, unless `ranks` is given.
+
+        Args:
+            x: the source of the queries and, without `context`, of the keys and values.
+            E, F: the projections of keys and values.
+            lengths: the number of real tokens of each row of `x`, (b,); `None` if there is no padding.
+            ranks: how to sort the rows of `x`, if they are not sorted.
+            context: the source of keys and values, sorted by rank.
+            attn_implementation: a name in transformers' registry of attention functions.
 
         Returns:
             The result (b, n, d) and, with `attn_implementation="eager"`, $\bar P$ (b, h, n, k) or, with a local window,
             (b, h, n, k + 2w + 1): first the projected keys, then the exact ones from w positions before the query on.
         """
+        if ranks is not None:
+            x = reorder(x, ranks.order)
         source = x if context is None else context
-        query = split_heads(self.query(x), self.num_heads)  # Q W_Q                  (b, h, n, d_head)
-        key, value = project(source, E, F, self.key, self.value)  # Eᵀ K W_K, Fᵀ V W_V  (b, h, k, d_head)
-        near = None
-        if self.local_window:  # K W_K, V W_V  (b, h, n, d_head)
-            near = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
 
-        result, probs = self.attend(query, key, value, near, E, lengths, attn_implementation)  # (b, n, h, d_head)
-        return self.output(result.flatten(2)), probs
+        query = split_heads(self.query(x), self.num_heads)  # Q W_Q                        (b, h, n, d_head)
+        key, value = project(source, E, F, self.key, self.value)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
+        near = None
+        if self.local_window:  # the exact keys and values, K W_K and V W_V                (b, h, n, d_head)
+            near = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
+        heads, probs = self.attend(query, key, value, near, E, lengths, attn_implementation)  # (b, n, h, d_head)
+        output = self.output(heads.flatten(2))
+
+        if ranks is not None:
+            output = reorder(output, ranks.places)
+            probs = None if probs is None else reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
+        return output, probs
 
     def attend(
         self,
@@ -254,35 +270,35 @@ class LinformerAttention(ProjectedAttention):
         if context_mask is not None and context is None:
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
         check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
-        x, ranks = sort_by_rank("attention_mask", hidden_states, attention_mask)
-        z, z_ranks, name = x, ranks, "hidden_states"
+        ranks = checked_ranks("attention_mask", attention_mask, hidden_states)
+        name, source, source_ranks = "hidden_states", hidden_states, ranks
         if context is not None:
-            check_tensor("context", context, (len(x), "length", self.hidden_size))
-            (z, z_ranks), name = sort_by_rank("context_mask", context, context_mask), "context"
-        if z.shape[1] > self.max_length:
-            refuse_length(name, z.shape[1], self.max_length, "create the layer with a larger max_length")
-        ((E, F),) = self.projections(z.shape[1], None if z_ranks is None else z_ranks.lengths, z.device)
+            check_tensor("context", context, (len(hidden_states), "length", self.hidden_size))
+            name, source, source_ranks = "context", context, checked_ranks("context_mask", context_mask, context)
+            if source_ranks is not None:
+                context = reorder(zero_padding(context, source_ranks.mask), source_ranks.order)
+        if source.shape[1] > self.max_length:
+            refuse_length(name, source.shape[1], self.max_length, "create the layer with a larger max_length")
+        lengths = None if source_ranks is None else source_ranks.lengths
+        ((E, F),) = self.projections(source.shape[1], lengths, source.device)
         output, probs = super().forward(
-            x,
+            hidden_states if ranks is None else zero_padding(hidden_states, ranks.mask),
             E,
             F,
-            lengths=None if ranks is None else ranks.lengths,
-            context=None if context is None else z,
-            attn_implementation="eager" if output_attentions else self.attn_implementation,
+            None if ranks is None else ranks.lengths,
+            ranks,
+            context,
+            "eager" if output_attentions else self.attn_implementation,
         )
-        if ranks is not None:
-            output = reorder(output, ranks.places)
-            probs = None if probs is None else reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
         return (output, probs) if output_attentions else output
 
 
-def sort_by_rank(name: str, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Ranks | None]:
-    """`tokens` (b, n, d) sorted by rank, with zeros at padding, and how to undo that."""
+def checked_ranks(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:
+    """How to sort `tokens` (b, n, d) by rank; `None` without a mask."""
     if mask is None:
-        return tokens, None
+        return None
     check_tensor(name, mask, tokens.shape[:2], "mask")
-    ranks = Ranks.of(mask)
-    return zero_padding(reorder(tokens, ranks.order), ranks.mask), ranks
+    return Ranks.of(mask)
 
 
 def eager_attention(

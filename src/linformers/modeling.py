@@ -80,13 +80,15 @@ class LinformerEmbeddings(nn.Module):
         input_ids: Tensor | None,
         token_type_ids: Tensor | None,
         inputs_embeds: Tensor | None,
+        positions: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
         name, ids = "input_ids", input_ids
         try:
             words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)  # (b, n, d)
             assert words is not None
-            positions = torch.arange(words.shape[1], device=words.device)  # rows are sorted, so position is rank
+            if positions is None:  # rows are sorted by rank
+                positions = torch.arange(words.shape[1], device=words.device)
             name, ids = "token_type_ids", torch.zeros_like(positions) if token_type_ids is None else token_type_ids
             types = self.token_type_embeddings(ids)
         except IndexError:  # raised on the CPU only
@@ -148,10 +150,17 @@ class LinformerLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
-        self, x: Tensor, E: EF, F: EF, mask: Tensor | None, lengths: Tensor | None, attn_implementation: str
+        self,
+        x: Tensor,
+        E: EF,
+        F: EF,
+        mask: Tensor | None,
+        lengths: Tensor | None,
+        ranks: Ranks | None,
+        attn_implementation: str,
     ) -> Tensor:
-        """Map hidden states (b, n, d) to hidden states; `mask` (b, n) and `lengths` (b,) describe the real tokens."""
-        attend = {"lengths": lengths, "attn_implementation": attn_implementation}
+        """Map hidden states (b, n, d) to hidden states; see `ProjectedAttention.forward` for the arguments."""
+        attend = {"lengths": lengths, "ranks": ranks, "attn_implementation": attn_implementation}
         if self.norm_first:
             attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **attend)
             x = x + self.dropout(attended)
@@ -286,7 +295,7 @@ class LinformerModel(LinformerPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings.word_embeddings = value
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -305,49 +314,31 @@ class LinformerModel(LinformerPreTrainedModel):
             **kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `num_items_in_batch`.
         """
         self.check_inputs(input_ids, attention_mask, token_type_ids, inputs_embeds, kwargs)
-        if attention_mask is None:
-            return self.encode(input_ids, token_type_ids, inputs_embeds, None, return_dict=True, **kwargs)
-        ranks = Ranks.of(attention_mask)
-        if input_ids is not None:
-            input_ids = reorder(input_ids, ranks.order)
-        if token_type_ids is not None:
-            token_type_ids = reorder(token_type_ids, ranks.order)
-        if inputs_embeds is not None:
-            inputs_embeds = reorder(inputs_embeds, ranks.order)
-        outputs = self.encode(input_ids, token_type_ids, inputs_embeds, ranks, return_dict=True, **kwargs)
-        for name, value in outputs.items():
-            if name == "last_hidden_state":
-                outputs[name] = reorder(value, ranks.places)
-            else:  # hidden states (b, n, d) or attentions (b, h, n, k) of all layers
-                axis = 1 if name == "hidden_states" else 2
-                outputs[name] = tuple(reorder(x.transpose(1, axis), ranks.places).transpose(1, axis) for x in value)
-        return outputs
-
-    @capture_outputs
-    def encode(
-        self,
-        input_ids: Tensor | None,
-        token_type_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        ranks: Ranks | None,
-        output_attentions: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutput:
-        """Encode rows that are sorted by rank."""
-        mask, lengths = (None, None) if ranks is None else (ranks.mask, ranks.lengths)
         attn_implementation = self.config._attn_implementation
-        if (self.config.output_attentions if output_attentions is None else output_attentions) and (
-            attn_implementation != "eager"
-        ):
+        output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        output_hidden_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        if output_attentions and attn_implementation != "eager":
             logger.warning_once(f"output_attentions=True: attn_implementation='eager' replaces {attn_implementation!r}")
             attn_implementation = "eager"
-        hidden_states = self.embeddings(input_ids, token_type_ids, inputs_embeds, mask)  # (b, n, d)
-        projections = self.projections(hidden_states.shape[1], lengths, hidden_states.device)
-        for layer, (E, F) in zip(self.layers, projections, strict=True):
-            hidden_states = layer(hidden_states, E, F, mask, lengths, attn_implementation)
+
+        ranks = order = positions = mask = lengths = None
+        if attention_mask is not None:
+            ranks = Ranks.of(attention_mask)
+            lengths = ranks.lengths
+            if output_attentions or output_hidden_states:  # tokens stay where they are, and each layer sorts its keys
+                positions, mask = ranks.places, ranks.mask
+            else:
+                order, mask, ranks = ranks, ranks.sorted_mask, None
+                input_ids = None if input_ids is None else reorder(input_ids, order.order)
+                token_type_ids = None if token_type_ids is None else reorder(token_type_ids, order.order)
+                inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, order.order)
+
+        x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
+        for layer, (E, F) in zip(self.layers, self.projections(x.shape[1], lengths, x.device), strict=True):
+            x = layer(x, E, F, mask, lengths, ranks, attn_implementation)
         if self.final_norm is not None:
-            hidden_states = self.final_norm(hidden_states)
-        return BaseModelOutput(last_hidden_state=hidden_states)
+            x = self.final_norm(x)
+        return BaseModelOutput(x if order is None else reorder(x, order.places))
 
     def check_inputs(
         self,

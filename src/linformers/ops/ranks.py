@@ -12,13 +12,15 @@ class Ranks(NamedTuple):
     """How to sort each row of a batch by rank, with the real tokens first and the padding last.
 
     Attributes:
-        mask: true at real tokens of the sorted batch, (b, n).
+        mask: true at real tokens, (b, n).
+        sorted_mask: the same after sorting, (b, n).
         lengths: the number of real tokens of each row, (b,).
         places: the place of each token in the sorted row, (b, n).
         order: the token at each place of the sorted row, (b, n): the inverse of `places`.
     """
 
     mask: Tensor
+    sorted_mask: Tensor
     lengths: Tensor
     places: Tensor
     order: Tensor
@@ -31,7 +33,7 @@ class Ranks(NamedTuple):
         places = torch.where(mask, mask.cumsum(1) - 1, lengths[:, None] + (~mask).cumsum(1) - 1)
         positions = torch.arange(mask.shape[1], device=mask.device)
         order = torch.zeros_like(places).scatter(1, places, positions.expand_as(places))
-        return cls(positions < lengths[:, None], lengths, places, order)
+        return cls(mask, positions < lengths[:, None], lengths, places, order)
 
 
 def reorder(tokens: Tensor, index: Tensor) -> Tensor:
