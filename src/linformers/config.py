@@ -181,7 +181,7 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """K of each head of each layer; n under `"identity"` and 0 under `"none"`."""
+        """The k of each head of each layer; n under `"identity"` and 0 under `"none"`."""
         n, lengths = self.max_position_embeddings, self.projected_length
         if self.projection in FIXED_LENGTHS:
             lengths = n if self.projection == "identity" else 0
@@ -189,9 +189,9 @@ class LinformerConfig(PreTrainedConfig):
             lengths = min(DEFAULT_PROJECTED_LENGTH, n)
             if self.projection in WINDOWED:
                 lengths = next(k for k in range(lengths, 0, -1) if n % k == 0)
-        if isinstance(lengths, int):
+        if not isinstance(lengths, list | tuple):
             lengths = [lengths] * self.num_hidden_layers
-        return tuple((k,) * self.num_attention_heads if isinstance(k, int) else tuple(k) for k in lengths)
+        return tuple(tuple(k) if isinstance(k, list | tuple) else (k,) * self.num_attention_heads for k in lengths)
 
     @property
     def largest_projected_length(self) -> int:
@@ -199,7 +199,7 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def local_windows(self) -> tuple[int, ...]:
-        """W of each layer."""
+        """The w of each layer."""
         windows = self.local_window
         return (windows,) * self.num_hidden_layers if isinstance(windows, int) else tuple(windows)
 
@@ -313,7 +313,7 @@ def van_der_corput(number: int) -> float:
 
 
 def default_scale(sharing: str, has_window: bool) -> float:
-    """C where the config leaves it open: an E that serves all layers alone may learn ten times as fast."""
+    """The c of a config that leaves it open: an E that serves all layers alone may learn ten times as fast."""
     return 1.2 if sharing == "layerwise" and not has_window else 0.12
 
 
