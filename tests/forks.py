@@ -1,4 +1,4 @@
-"""Commands of linformers in processes that start at once: forks of a server that has imported the package."""
+"""Commands in processes that start at once: forks of a server that has already imported the package."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -8,28 +8,22 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from linformers import cli
-
-
-def context() -> multiprocessing.context.BaseContext:
-    """Processes are forks of a server that has imported the command line."""
-    own = multiprocessing.get_context("forkserver")
-    own.set_forkserver_preload(["linformers.cli", "linformers.training.predict"])
-    return own
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["linformers.training.finetune", "linformers.training.predict"])
 
 
 class Forked:
-    """A process that calls a function, with as much of `subprocess.Popen` as tests need.
+    """A process that calls a function, with the part of `subprocess.Popen` that tests need.
 
     Args:
-        target: what it calls.
-        log: the file to which it writes all it says.
-        environment: its variables, beside those of the server.
+        target: the function to call.
+        log: the file for everything that the process prints.
+        environment: additional environment variables.
     """
 
     def __init__(self, target: Callable[[], None], log: Path, environment: dict[str, str] | None = None) -> None:
         arguments = (target, str(log), str(Path.cwd()), environment or {})
-        self.process = context().Process(target=_start, args=arguments)
+        self.process = CONTEXT.Process(target=_start, args=arguments)
         self.process.start()
 
     @property
@@ -60,18 +54,20 @@ def _start(target: Callable[[], None], log: str, folder: str, environment: dict[
 
 
 class Command:
-    """What `python -m linformers` does with such arguments."""
+    """`python -m linformers` with the given arguments."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = arguments
 
     def __call__(self) -> None:
+        from linformers.__main__ import main
+
         sys.argv = ["linformers", *self.arguments]
-        cli.main()
+        main()
 
 
 def in_two(target: Callable[[], None], log: Path) -> int:
-    """Call a function in two processes that find what torchrun would tell them; the exit code of the first to fail."""
+    """Call a function in two processes with torchrun's environment; return the exit code of the first that fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +81,7 @@ def in_two(target: Callable[[], None], log: Path) -> int:
         for own in [own for own in left if own.poll() is not None]:
             left.remove(own)
             codes.append(own.wait())
-        if any(codes):  # as torchrun does: the other one would wait for ever
+        if any(codes):  # like torchrun: the other process would wait forever
             for own in left:
                 own.kill()
     return next(filter(None, codes), 0)

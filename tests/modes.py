@@ -1,4 +1,4 @@
-"""The modes that every property must hold in, and small models in each of them."""
+"""The modes in which every property must hold, and small models in each of them."""
 
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
 
-# All sharing × projection modes, E from a Gaussian, projected lengths that differ by head and layer, local windows.
+# Every sharing × projection, Gaussian E, shifted windows, k that differs by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]
 GAUSSIAN = [{"projection": "linear", "sharing": s, "projection_init": "gaussian"} for s in SHARINGS]
 SHIFTED = [{"projection": "linear", "sharing": s, "shifted_windows": True} for s in SHARINGS]
@@ -26,7 +26,7 @@ NON_UNIFORM = [
         "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]],
         "projection_init": "gaussian",
     },
-    # 6 does not divide 4, so heads cannot share projected tokens, only the 12 columns of E.
+    # 4 does not divide 6, so these heads share only the 12 columns of E.
     {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 6, 6, 4], [12, 12, 12, 12]]},
     {"projection": "linear", "sharing": "none", "projected_length": [[4, 5, 4, 1], [2, 3, 2, 7]]},
     {"projection": "mean", "projected_length": [[4, 3, 4, 1], [6, 6, 6, 6]]},
@@ -44,7 +44,7 @@ LOCAL = [
     {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
 ]
 ALL = UNIFORM + GAUSSIAN + SHIFTED + NON_UNIFORM + LOCAL
-# One of each kind, for what takes many seconds in each.
+# One mode of each kind, for tests that take seconds per mode.
 KINDS = [
     {"projection": "linear", "sharing": "layerwise"},
     {"projection": "linear", "sharing": "none", "projection_init": "gaussian"},
@@ -63,7 +63,7 @@ def name(mode: dict) -> str:
 
 
 def config(**mode) -> LinformerConfig:
-    """Two layers, four heads, n = 12, k = 4 and no dropout, unless `mode` says otherwise."""
+    """Two layers, four heads, n = 12, k = 4 and no dropout, unless `mode` overrides them."""
     fields = {
         "vocab_size": 31,
         "hidden_size": 16,
@@ -79,24 +79,24 @@ def config(**mode) -> LinformerConfig:
 
 
 def light(mode: dict) -> dict:
-    """One layer, so that all modes fit into the time of the suite, unless layers differ."""
+    """One layer instead of two, to save time, unless layers differ."""
     differ = mode.get("shifted_windows") or any(isinstance(value, list) for value in mode.values())
     return mode if differ else {**mode, "num_hidden_layers": 1}
 
 
-def randomised(model: ModelT, std: float = 0.3) -> ModelT:
-    """Random weights everywhere, biases, E and norms included, at which attention decides about the output."""
+def randomized(model: ModelT, std: float = 0.3) -> ModelT:
+    """Random weights everywhere, including biases, norms and E, large enough that attention matters to the output."""
     for parameter_name, parameter in model.named_parameters():
         nn.init.normal_(parameter, mean=float("norm.weight" in parameter_name), std=std)
     for module in model.modules():
-        if isinstance(module, LinearProjection):  # whose E is s Δ
+        if isinstance(module, LinearProjection):  # E = E₀ + s Δ
             nn.init.normal_(module.delta, std=std / module.scale)
     return model.eval()
 
 
 def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.Tensor]:
-    """A model with random weights, token numbers, and a mask with holes and a row of nothing but padding."""
-    model = randomised(LinformerForMaskedLM(config(**mode)))
+    """A model with random weights, token ids, and a mask with holes and a row that is all padding."""
+    model = randomized(LinformerForMaskedLM(config(**mode)))
     ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
     mask[:, 5] = True
     mask[3] = False
@@ -104,7 +104,7 @@ def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.
 
 
 def assert_poison_in_padding_does_not_matter(model: LinformerForMaskedLM, mask: torch.Tensor) -> None:
-    """NaN where the mask is false changes no result and reaches no gradient."""
+    """NaN at padding changes no result and reaches no gradient."""
     embeds = torch.randn(*mask.shape, model.config.hidden_size, device=mask.device)
     results = []
     for padding in (0.0, torch.nan):

@@ -1,4 +1,4 @@
-"""Linformer attention a second time: straight from `reference.linformer_attention`, one row and head at a time."""
+"""Linformer attention a second time: one row and one head after the other, through `reference.linformer_attention`."""
 
 import math
 
@@ -27,7 +27,7 @@ def owners(n: int, k: int) -> list[int]:
 def naive_attention(
     layer: ProjectedAttention, E: EF, F: EF, x: Tensor, mask: Tensor | None = None, shift: int = 0
 ) -> Tensor:
-    """What `layer` must make of `x` (b, n, d) at real tokens; NaN elsewhere. E and F are for rows of full length."""
+    """What `layer` must return for `x` (b, n, d) at real tokens; NaN elsewhere. E and F are for rows of full length."""
     result = torch.full_like(x, math.nan)
     for row in range(len(x)):
         real = torch.arange(x.shape[1]) if mask is None else mask[row].nonzero().squeeze(1)
@@ -41,7 +41,7 @@ def one_head(layer: ProjectedAttention, E: EF, F: EF, x: Tensor, head: int, shif
     rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
     query, key, value = ((w.weight[rows].T, w.bias[rows]) for w in (layer.query, layer.key, layer.value))
     (own_E, i), (own_F, _) = part_of(E, head), part_of(F, head)
-    if own_E.shorten.__func__ in (ConvProjection.shorten, MaxProjection.shorten):  # which are no matrices
+    if isinstance(own_E.shorten.__self__, ConvProjection | MaxProjection):  # which are not matrices
         keys, values = (nonlinear(own, i, x @ W) + b for own, (W, b) in ((own_E, key), (own_F, value)))
         return attend_naively(
             x @ query[0] + query[1], keys, values, x @ key[0] + key[1], x @ value[0] + value[1], layer
@@ -59,8 +59,7 @@ def part_of(E: EF, head: int) -> tuple[ReadyProjection, int]:
 
 def matrix(E: ReadyProjection, i: int, length: int, shift: int) -> Tensor:
     """E as a matrix: rows for the tokens, columns for the live slots."""
-    module, k = E.shorten.__self__, E.k
-    dtype = torch.float64
+    module, k, dtype = E.shorten.__self__, E.k, torch.float64
     if isinstance(module, IdentityProjection):
         return torch.eye(length, dtype=dtype)
     if isinstance(module, NoProjection):
@@ -71,17 +70,15 @@ def matrix(E: ReadyProjection, i: int, length: int, shift: int) -> Tensor:
         live = sorted({owner[max(r - shift, 0)] for r in range(length)}) if module.init == "window" else range(k)
         return weights[:length][:, list(live)]
     assert isinstance(module, MeanProjection)
-    live = sorted({owner[r] for r in range(length)})
-    columns = [torch.tensor([owner[r] == j for r in range(length)], dtype=dtype) for j in live]
+    columns = [torch.tensor([owner[r] == j for r in range(length)], dtype=dtype) for j in sorted({*owner[:length]})]
     return torch.stack([column / column.sum() for column in columns], 1)
 
 
 def nonlinear(E: ReadyProjection, i: int, tokens: Tensor) -> Tensor:
     """The live slots of max pooling and of convolution."""
     module = E.shorten.__self__
-    owner = owners(module.max_length, E.k)
-    live = sorted({owner[r] for r in range(len(tokens))})
-    members = [[r for r in range(len(tokens)) if owner[r] == j] for j in live]
+    owner = owners(module.max_length, E.k)[: len(tokens)]
+    members = [[r for r in range(len(tokens)) if owner[r] == j] for j in sorted({*owner})]
     if isinstance(module, MaxProjection):
         return torch.stack([tokens[m].amax(0) for m in members])
     kernel, size = E.weights if E.weights.dim() == 2 else E.weights[i], module.max_length // E.k

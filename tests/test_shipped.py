@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from linformers.cli import app
+from linformers_cli import app
 from safetensors import safe_open
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner

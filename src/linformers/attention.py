@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import reference
-from .checks import check_choice, check_probability, check_size, check_tensor, is_number, plain, refuse_length
+from .checks import (
+    check_choice,
+    check_positive,
+    check_probability,
+    check_size,
+    check_tensor,
+    is_number,
+    plain,
+    refuse_length,
+)
 from .config import (
     FIXED_LENGTHS,
     NO_CAUSAL,
@@ -212,7 +221,8 @@ class LinformerAttention(ProjectedAttention):
         check_choice("sharing", sharing, SHARINGS)
         check_choice("projection", projection, PROJECTIONS)
         check_choice("projection_init", projection_init, PROJECTION_INITS)
-        check_scale(projection_scale)
+        if projection_scale is not None:
+            check_positive("projection_scale", projection_scale, " or None")
         check_window(local_window, projection)
         lengths = plain(projected_length)
         check_one_per("projected_length", lengths, "head", num_heads)
@@ -328,11 +338,6 @@ def registered_name(attn_implementation: str) -> str:
         choices = [name for name in known if name != TRITON and "|" not in name]  # those with | are for generation
         check_choice("attn_implementation", attn_implementation, ["eager", "triton", *choices])
     return name
-
-
-def check_scale(scale: Any) -> None:
-    if scale is not None and not (is_number(scale) and scale > 0):
-        raise UserError(f"projection_scale={scale!r} must be a positive number or None")
 
 
 def check_shift(shift: Any, window: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -181,7 +182,7 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """K of each head of each layer; n under `"identity"` and 0 under `"none"`."""
+        """The k of each head of each layer; n under `"identity"` and 0 under `"none"`."""
         n, lengths = self.max_position_embeddings, self.projected_length
         if self.projection in FIXED_LENGTHS:
             lengths = n if self.projection == "identity" else 0
@@ -189,9 +190,9 @@ class LinformerConfig(PreTrainedConfig):
             lengths = min(DEFAULT_PROJECTED_LENGTH, n)
             if self.projection in WINDOWED:
                 lengths = next(k for k in range(lengths, 0, -1) if n % k == 0)
-        if isinstance(lengths, int):
+        if not isinstance(lengths, list | tuple):
             lengths = [lengths] * self.num_hidden_layers
-        return tuple((k,) * self.num_attention_heads if isinstance(k, int) else tuple(k) for k in lengths)
+        return tuple(tuple(k) if isinstance(k, list | tuple) else (k,) * self.num_attention_heads for k in lengths)
 
     @property
     def largest_projected_length(self) -> int:
@@ -199,7 +200,7 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def local_windows(self) -> tuple[int, ...]:
-        """W of each layer."""
+        """The w of each layer."""
         windows = self.local_window
         return (windows,) * self.num_hidden_layers if isinstance(windows, int) else tuple(windows)
 
@@ -225,8 +226,18 @@ class LinformerConfig(PreTrainedConfig):
         unit = math.lcm(*itertools.chain(*self.projected_lengths)) if self.projection in WINDOWED else 1
         return math.ceil(length / unit) * unit
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the config with explicit values of k and c, because the weights beside it were trained with them."""
+        saved = copy.deepcopy(self)
+        if self.projection not in FIXED_LENGTHS:
+            saved.projected_length = self.projected_length or self.largest_projected_length
+        if self.projection == "linear":
+            saved.projection_scale = self.resolved_projection_scale
+        super(LinformerConfig, saved).save_pretrained(*args, **kwargs)
+
     def check(self) -> None:
         """Raise a `UserError` that names the first invalid field or combination of fields."""
+        self._check_labels({})
         for name in SIZES:
             check_size(name, getattr(self, name), most=4096 if name.startswith("num_") else 2**31)
         for name in FLAGS:
@@ -301,7 +312,7 @@ class LinformerConfig(PreTrainedConfig):
             labels = getattr(self, name)
             if labels is not None and not isinstance(labels, dict):
                 raise UserError(f"{name}={labels!r} must be a dict, such as {{0: 'negative', 1: 'positive'}}")
-        if self.id2label is not None and not all(str(key).isdigit() for key in self.id2label):
+        if self.id2label is not None and not (self.id2label and all(str(key).isdigit() for key in self.id2label)):
             raise UserError(f"id2label={self.id2label!r} must have the numbers of the labels as keys, from 0")
 
 
@@ -312,7 +323,7 @@ def van_der_corput(number: int) -> float:
 
 
 def default_scale(sharing: str, has_window: bool) -> float:
-    """C where the config leaves it open: an E that serves all layers alone may learn ten times as fast."""
+    """The c of a config that leaves it open: an E that serves all layers alone may learn ten times as fast."""
     return 1.2 if sharing == "layerwise" and not has_window else 0.12
 
 

@@ -276,6 +276,33 @@ WITHOUT_WEIGHTS = {
 }
 
 
+class SomeHeads(NamedTuple):
+    """The part of a linear layer that belongs to some of its heads."""
+
+    linear: nn.Linear
+    heads: tuple[int, ...]
+    num_heads: int
+
+    @property
+    def weight(self) -> Tensor:
+        return self.part(self.linear.weight)
+
+    @property
+    def bias(self) -> Tensor:
+        return self.part(self.linear.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if is_plain(self.linear, x):
+            return functional.linear(x, self.weight, self.bias)
+        return self.part(self.linear(x), x.dim() - 1)
+
+    def part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return take(tensor.unflatten(dim, (self.num_heads, -1)), self.heads, dim).flatten(dim, dim + 1)
+
+
+Linear = nn.Linear | SomeHeads
+
+
 class ReadyProjection(NamedTuple):
     """E or F of one layer, ready to apply to its tokens.
 
@@ -300,7 +327,7 @@ class ReadyProjection(NamedTuple):
     num_heads: int
     commutes: bool
 
-    def __call__(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def __call__(self, x: Tensor, linear: Linear) -> Tensor:
         """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head)."""
         if self.commutes:  # (Eᵀ x) W costs k rows of W instead of n
             return split_heads(linear(self.shorten(x, self.k, self.weights, self.lengths)), self.num_heads)
@@ -323,26 +350,21 @@ class MixedProjection(NamedTuple):
     slots: tuple[int, ...]
     mask: Tensor
 
-    def __call__(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head), where heads with a smaller k are padded with zeros."""
-        results = []
-        num_heads = sum(map(len, self.heads))
-        for E, heads in zip(self.parts, self.heads, strict=True):
-            if E.commutes:
-                results.append(take(split_heads(linear(E.shorten(x, E.k, E.weights, E.lengths)), num_heads), heads))
-            else:
-                tokens, bias = apply_without_bias(linear, x, num_heads)
-                results.append(E.shorten(take(tokens, heads), E.k, E.weights, E.lengths) + take(bias, heads, dim=0))
-        return join_heads(results, self.heads)
-
 
 EF = ReadyProjection | MixedProjection  # E or F of a layer
 
 
-def project(x: Tensor, E: EF, F: EF, key: nn.Linear, value: nn.Linear) -> tuple[Tensor, Tensor]:
-    """`E(x, key), F(x, value)`: the projected keys and values, (b, h, k, d_head) each."""
-    if isinstance(E, MixedProjection) or isinstance(F, MixedProjection):
-        return E(x, key), F(x, value)
+def project(x: Tensor, E: EF, F: EF, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
+    """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros."""
+    if isinstance(E, MixedProjection) and isinstance(F, MixedProjection):
+        pairs = []
+        for E_part, F_part, heads in zip(E.parts, F.parts, E.heads, strict=True):
+            own_key, own_value = (SomeHeads(linear, heads, E.mask.shape[1]) for linear in (key, value))  # type: ignore[arg-type]
+            pairs.append(project(x, E_part, F_part, own_key, own_value))
+        keys, values = (join_heads(parts, E.heads) for parts in zip(*pairs, strict=True))
+        return keys, values
+    assert isinstance(E, ReadyProjection)
+    assert isinstance(F, ReadyProjection)
     if not E.commutes or E.weights is not F.weights:
         return E(x, key), F(x, value)
     shortened = E.shorten(x, E.k, E.weights, E.lengths)  # E = F: once for keys and values
@@ -376,7 +398,6 @@ class Projections(nn.ModuleList):
     ) -> None:
         super().__init__()
         self.max_length = max_length
-        self.scale = scale
         self.shifts = tuple(shifts)
         self.groups = [group_heads(lengths) for lengths in projected_lengths]  # (k, heads) of each layer
         self.owners: list[tuple[list[int], list[int]]] = []  # the module of each group, for E and F of each layer
@@ -491,7 +512,7 @@ def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
     return tokens.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def apply_without_bias(linear: nn.Linear, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+def apply_without_bias(linear: Linear, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """$x W$ (b, h, n, d_head) and b (h, 1, d_head): the bias is added after projecting."""
     if is_plain(linear, x):
         tokens, bias = functional.linear(x, linear.weight), linear.bias
@@ -502,8 +523,9 @@ def apply_without_bias(linear: nn.Linear, x: Tensor, num_heads: int) -> tuple[Te
     return tokens, bias.unflatten(0, (num_heads, 1, -1)).to(tokens.dtype)
 
 
-def is_plain(linear: nn.Linear, tokens: Tensor) -> bool:
+def is_plain(linear: Linear, tokens: Tensor) -> bool:
     """Whether a layer is nothing but its weights: an adapted, offloaded or hooked layer must be called."""
+    linear = linear.linear if isinstance(linear, SomeHeads) else linear
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and linear.weight.device == tokens.device and not hooked
 
