@@ -23,18 +23,8 @@ from ..checks import check_choice, make_folder
 from ..errors import UserError
 from ..progress import steps
 from ..provenance import commit, environment
-from .measure import (
-    OutOfMemoryError,
-    Run,
-    best_device,
-    best_dtype,
-    interleaved,
-    largest_batch,
-    make_run,
-    memory_errors,
-    peak_memory,
-    release,
-)
+from . import measure
+from .measure import OutOfMemoryError, Run, best_device, best_dtype
 
 UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
 COMPILED = ", compiled"
@@ -95,8 +85,7 @@ def model_configs(
 ) -> dict[str, PreTrainedConfig]:
     """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`.
 
-    There is a Linformer for each k < n, without a local window and with each of `windows`. Under `compile`, all models
-    but the unfused one appear a second time, to be measured compiled.
+    Under `compile`, all models but the unfused one appear a second time, to be measured compiled.
     """
 
     def config(**own: Any) -> LinformerConfig:
@@ -131,7 +120,7 @@ def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
 
 
 def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
-    return make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
+    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
 
 
 def compare(
@@ -155,22 +144,22 @@ def compare(
     with steps(console, len(tasks) * sum(len(configs) + 1 for configs in all_configs.values())) as begin:
         for (n, configs), task in itertools.product(all_configs.items(), tasks):
             torch._dynamo.reset()
-            release()
+            measure.release()
             batch = 1 if tokens is None else max(1, tokens // n)
             runs, peaks, largest = dict[str, Run](), dict[str, int](), dict[str, int]()
             for name, config in configs.items():
                 begin(f"{name}, n={n}, {task}")
-                with suppress(OutOfMemoryError), memory_errors():
+                with suppress(OutOfMemoryError), measure.memory_errors():
                     compiled = name.endswith(COMPILED)
                     make = functools.partial(random_run, build(config, compiled), n, task)
                     if batches and not compiled:
-                        largest[name] = largest_batch(make, batch, memory)
+                        largest[name] = measure.largest_batch(make, batch, memory)
                     run = make(batch)
                     run()  # compilation and autotuning do not count
-                    peaks[name], runs[name] = peak_memory(run, best_device()), run
-                release()
+                    peaks[name], runs[name] = measure.peak_memory(run, best_device()), run
+                measure.release()
             begin(f"timing all models, n={n}, {task}")
-            seconds = interleaved(runs)
+            seconds = measure.interleaved(runs)
             ks = {name: own.projected_length if name.startswith("Linformer") else None for name, own in configs.items()}
             yield [Cell(m, n, k, batch, task, seconds.get(m), peaks.get(m), largest.get(m)) for m, k in ks.items()]
 
