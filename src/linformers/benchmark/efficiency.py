@@ -26,10 +26,8 @@ from ..provenance import commit, environment
 from . import measure
 from .measure import OutOfMemoryError, Run, best_device, best_dtype
 
-UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
-COMPILED = ", compiled"
-MODELS = ("unfused", "roberta", "twin", "linformer")
-TASKS = ("inference", "training")
+UNFUSED, FUSED, ROBERTA, COMPILED = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA", ", compiled"
+MODELS, TASKS = ("unfused", "roberta", "twin", "linformer"), ("inference", "training")
 VOCABULARY = 1000
 
 
@@ -113,8 +111,8 @@ def model_configs(
 def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
     """A model with random weights, in bfloat16 on a GPU and in float32 on a CPU."""
     with torch.device(best_device()):
-        is_roberta = isinstance(config, RobertaConfig)
-        model = RobertaModel(config, add_pooling_layer=False) if is_roberta else LinformerModel(config)
+        theirs = isinstance(config, RobertaConfig)
+        model = RobertaModel(config, add_pooling_layer=False) if theirs else LinformerModel(config)
     model = model.to(best_dtype())
     return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
@@ -191,14 +189,15 @@ def run(
     if options.get("memory") is not None and not options.get("batches"):
         raise UserError(f"memory={options['memory']} has no effect without --batches")
     make_folder("out", out)
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
-    options |= {**sizes, "intermediate_size": 4 * hidden}
+    options |= {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 4 * hidden}
+    options |= {"num_attention_heads": hidden // 64}
     options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()), "tokens": tokens}
+    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()).split(".")[1]}
+    record |= {**options, "tokens": tokens}
     cells: list[Cell] = []
     for measured in compare(lengths, projected, tokens=tokens, tasks=tasks, console=console, **options):
         cells += measured
-        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        text = json.dumps({**record, "lengths": [asdict(cell) for cell in cells]}, indent=1)
         (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
     for task in tasks:
         measured = [cell for cell in cells if cell.task == task]
