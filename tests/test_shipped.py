@@ -1,4 +1,4 @@
-"""The English model that comes with the package: small, loaded offline, and far better than chance."""
+"""The bundled English model: small, loaded offline, and far better than chance."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from linformers import demo
 from linformers.training.finetune import load_model
 from linformers_cli import app
 
-# The word in braces is masked. What comes before and after decides: grammar, idiom, what the sentence is about.
+# The word in braces is masked, and follows from its context: grammar, idiom, topic.
 SENTENCES = """
 He {was} born in 1902 and died in 1987.
 She is one {of} the best known writers of her time.
@@ -60,7 +60,7 @@ def tokenizer():
 
 
 def masked(sentence, tokenizer):
-    """The sentence with its mask, and the number of the token that was there."""
+    """The sentence with its word masked, and the id of the word's token."""
     before, rest = sentence.split("{")
     word, after = rest.split("}")
     (token,) = tokenizer.encode((" " if before.endswith(" ") else "") + word, add_special_tokens=False)
@@ -78,7 +78,7 @@ def test_it_is_small():
 
 @torch.no_grad()
 def ranks(sentences, model, tokenizer):
-    """The place of the right word among all words, from 0 on."""
+    """The rank of the right word among all words, from 0."""
     found = []
     for text, token in (masked(sentence, tokenizer) for sentence in sentences):
         inputs = tokenizer(text, return_tensors="pt")
@@ -91,7 +91,7 @@ def ranks(sentences, model, tokenizer):
 def test_fills_masks_far_better_than_chance(model, tokenizer):
     found = ranks(SENTENCES, model, tokenizer)
     assert sum(rank < 5 for rank in found) >= 2 / 3 * len(SENTENCES)  # by chance: 0.01 sentences
-    # A model that knew only which words are frequent would not find the others.
+    # A model that knew only word frequencies would not find the others.
     rare = [rank for sentence, rank in zip(SENTENCES, found, strict=True) if "{of}" not in sentence]
     assert sum(rank < 20 for rank in rare) >= 0.8 * len(rare)
 
@@ -100,7 +100,7 @@ def test_auto_classes_and_pipelines_load_it(tokenizer):
     folder = linformers.pretrained()
     loaded = AutoModelForMaskedLM.from_pretrained(folder)
     assert isinstance(loaded, linformers.LinformerForMaskedLM)
-    assert loaded.dtype == torch.float32  # to be trained: most updates are too small for bfloat16
+    assert loaded.dtype == torch.float32  # for training: most updates are too small for bfloat16
     (best, *_) = pipeline("fill-mask", model=folder)(f"He was elected president of the United {tokenizer.mask_token}.")
     assert best["token_str"] == " States"
 
@@ -115,9 +115,9 @@ def test_predict_needs_no_model(tmp_path, model, tokenizer):
     assert best["word"] == "children"
     inputs = tokenizer(text, return_tensors="pt")
     scores = model(**inputs).logits[inputs["input_ids"] == tokenizer.mask_token_id].softmax(-1)
-    assert best["score"] == pytest.approx(float(scores.max()), abs=1e-5)  # though its weights are kept in 16 bits
+    assert best["score"] == pytest.approx(float(scores.max()), abs=1e-5)  # the weights are stored in 16 bits
 
 
-def test_fine_tuning_starts_with_it_in_32_bits():
+def test_fine_tuning_starts_in_32_bits():
     classifier = load_model(Path(linformers.pretrained()), ["no", "yes"])
     assert {parameter.dtype for parameter in classifier.parameters()} == {torch.float32}

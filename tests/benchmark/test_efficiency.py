@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from linformers.benchmark import efficiency
+from linformers.benchmark import efficiency, measure
 from linformers.benchmark.efficiency import FUSED, ROBERTA, UNFUSED, Cell, build, compare, model_configs, tables
 from linformers_cli import app
 
@@ -80,8 +80,8 @@ def test_where_nothing_fits_nothing_is_plotted(place, monkeypatch, tmp_path):
 
 
 def test_what_was_measured_before_a_crash_is_kept(monkeypatch, tmp_path):
-    calls = iter([efficiency.interleaved, efficiency.interleaved, lambda runs: 1 / 0])
-    monkeypatch.setattr(efficiency, "interleaved", lambda runs: next(calls)(runs))
+    calls = iter([measure.interleaved, measure.interleaved, lambda runs: 1 / 0])
+    monkeypatch.setattr(measure, "interleaved", lambda runs: next(calls)(runs))
     options = "--lengths 64,128 --projected 16 --tokens 128 --layers 1 --hidden 64 --models linformer"
     result, record = bench(tmp_path, f"{options} --task inference,training")
     assert isinstance(result.exception, ZeroDivisionError)
@@ -104,7 +104,7 @@ def test_a_cpu_has_no_largest_batch(tmp_path):
 
 
 def test_compiled_models_and_largest_batches(monkeypatch):
-    monkeypatch.setattr(efficiency, "largest_batch", lambda make, batch, memory: make(1) and memory + 4)
+    monkeypatch.setattr(measure, "largest_batch", lambda make, batch, memory: make(1) and memory + 4)
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
     options = {"console": Console(quiet=True), "compile": True, "batches": True, "memory": 3}
     (cells,) = compare([64], [16, 64], tokens=64, **options, **SMALL)

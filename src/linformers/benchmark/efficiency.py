@@ -23,23 +23,11 @@ from ..checks import check_choice, make_folder
 from ..errors import UserError
 from ..progress import steps
 from ..provenance import commit, environment
-from .measure import (
-    OutOfMemoryError,
-    Run,
-    best_device,
-    best_dtype,
-    interleaved,
-    largest_batch,
-    make_run,
-    memory_errors,
-    peak_memory,
-    release,
-)
+from . import measure
+from .measure import OutOfMemoryError, Run, best_device, best_dtype
 
-UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
-COMPILED = ", compiled"
-MODELS = ("unfused", "roberta", "twin", "linformer")
-TASKS = ("inference", "training")
+UNFUSED, FUSED, ROBERTA, COMPILED = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA", ", compiled"
+MODELS, TASKS = ("unfused", "roberta", "twin", "linformer"), ("inference", "training")
 VOCABULARY = 1000
 
 
@@ -95,8 +83,7 @@ def model_configs(
 ) -> dict[str, PreTrainedConfig]:
     """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`.
 
-    There is a Linformer for each k < n, without a local window and with each of `windows`. Under `compile`, all models
-    but the unfused one appear a second time, to be measured compiled.
+    Under `compile`, all models but the unfused one appear a second time, to be measured compiled.
     """
 
     def config(**own: Any) -> LinformerConfig:
@@ -124,14 +111,14 @@ def model_configs(
 def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
     """A model with random weights, in bfloat16 on a GPU and in float32 on a CPU."""
     with torch.device(best_device()):
-        is_roberta = isinstance(config, RobertaConfig)
-        model = RobertaModel(config, add_pooling_layer=False) if is_roberta else LinformerModel(config)
+        theirs = isinstance(config, RobertaConfig)
+        model = RobertaModel(config, add_pooling_layer=False) if theirs else LinformerModel(config)
     model = model.to(best_dtype())
     return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
 
 def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
-    return make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
+    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
 
 
 def compare(
@@ -155,22 +142,22 @@ def compare(
     with steps(console, len(tasks) * sum(len(configs) + 1 for configs in all_configs.values())) as begin:
         for (n, configs), task in itertools.product(all_configs.items(), tasks):
             torch._dynamo.reset()
-            release()
+            measure.release()
             batch = 1 if tokens is None else max(1, tokens // n)
             runs, peaks, largest = dict[str, Run](), dict[str, int](), dict[str, int]()
             for name, config in configs.items():
                 begin(f"{name}, n={n}, {task}")
-                with suppress(OutOfMemoryError), memory_errors():
+                with suppress(OutOfMemoryError), measure.memory_errors():
                     compiled = name.endswith(COMPILED)
                     make = functools.partial(random_run, build(config, compiled), n, task)
                     if batches and not compiled:
-                        largest[name] = largest_batch(make, batch, memory)
+                        largest[name] = measure.largest_batch(make, batch, memory)
                     run = make(batch)
                     run()  # compilation and autotuning do not count
-                    peaks[name], runs[name] = peak_memory(run, best_device()), run
-                release()
+                    peaks[name], runs[name] = measure.peak_memory(run, best_device()), run
+                measure.release()
             begin(f"timing all models, n={n}, {task}")
-            seconds = interleaved(runs)
+            seconds = measure.interleaved(runs)
             ks = {name: own.projected_length if name.startswith("Linformer") else None for name, own in configs.items()}
             yield [Cell(m, n, k, batch, task, seconds.get(m), peaks.get(m), largest.get(m)) for m, k in ks.items()]
 
@@ -202,14 +189,15 @@ def run(
     if options.get("memory") is not None and not options.get("batches"):
         raise UserError(f"memory={options['memory']} has no effect without --batches")
     make_folder("out", out)
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
-    options |= {**sizes, "intermediate_size": 4 * hidden}
+    options |= {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 4 * hidden}
+    options |= {"num_attention_heads": hidden // 64}
     options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()), "tokens": tokens}
+    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()).split(".")[1]}
+    record |= {**options, "tokens": tokens}
     cells: list[Cell] = []
     for measured in compare(lengths, projected, tokens=tokens, tasks=tasks, console=console, **options):
         cells += measured
-        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        text = json.dumps({**record, "lengths": [asdict(cell) for cell in cells]}, indent=1)
         (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
     for task in tasks:
         measured = [cell for cell in cells if cell.task == task]

@@ -96,22 +96,19 @@ def interleaved(
 
 def runs_at_once(run: Run, seconds: float, most: int = 10) -> int:
     """The number of runs that fill so many seconds on a GPU; 1 on a CPU, which queues nothing."""
-    if not torch.cuda.is_available() or _seconds(run, 1) >= seconds:
+    if not torch.cuda.is_available() or _seconds(run) >= seconds:
         return 1
-    return max(1, min(most, round(seconds / _seconds(run, 1))))
+    return max(1, min(most, round(seconds / _seconds(run))))
 
 
-def _seconds(run: Run, count: int) -> float:
-    start = _now()
+def _seconds(run: Run, count: int = 1) -> float:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    start = time.perf_counter()
     for _ in range(count):
         run()
-    return (_now() - start) / count
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    wait()
+    return (time.perf_counter() - start) / count
 
 
 def peak_memory(run: Run, device: str | torch.device) -> int:
