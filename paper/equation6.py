@@ -12,8 +12,8 @@ import argparse
 import itertools
 import json
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from linformers import plots
 from linformers.analysis import attentions
@@ -32,7 +32,6 @@ from linformers.progress import steps
 from linformers.projections import window_matrix
 
 from . import report
-from .heads import attention_as, observe
 
 TITLE = "Equation 6: P replaced by its best rank k"
 EXACT, SVD, PROJECTED = "exact", "best rank k (SVD)", "E, F"
@@ -41,6 +40,42 @@ POOLED, UNIFORM = "E, F means over windows", "uniform average"
 # Adam's learning rate, times 1/n, because a step changes EᵀK by a sum of n entries. A fit that serves all passages must
 # not follow each batch.
 OWN_RATE, OTHERS_RATE = 0.3, 0.1
+
+
+@contextmanager
+def attention_as(model: PreTrainedModel, name: str, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend(layer, query, key, value)` compute the attention of each layer in one pass; all are (b, h, n, d)."""
+    layers = itertools.count()
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, scaling: float = 1, **_: Any
+    ) -> Any:
+        if mask is not None:
+            raise UserError(f"model={name!r} adds a bias to its logits; use an encoder such as BERT or RoBERTa")
+        query = query * (scaling * math.sqrt(query.shape[-1]))  # so that logits are always Q Kᵀ / √d
+        return attend(next(layers), query, key, value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("paper", attention)
+    model.set_attn_implementation("paper")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("eager")
+    if next(layers) == 0:
+        raise UserError(f"model={name!r} does not use transformers' attention interface; use BERT or RoBERTa")
+
+
+def observe(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """The last hidden states, and the queries, keys and values of each layer, (1, h, n, d), on tokens (n,)."""
+    seen = []
+
+    def attend(layer: int, *inputs: Tensor) -> Tensor:
+        seen.append(inputs)
+        return scaled_dot_product_attention(*inputs)
+
+    with torch.no_grad(), attention_as(model, name, attend):
+        output = model(ids[None].to(model.device)).last_hidden_state
+    return output, seen  # type: ignore[return-value]
 
 
 def low_rank(probs: Tensor, k: int) -> Tensor:
@@ -138,7 +173,7 @@ def seconds(n: int, projected: Sequence[int], heads: int, d: int, device: Any) -
     return found
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def measure(options: argparse.Namespace, console: Console) -> None:
     """Measure and write `equation6.json`."""
     for name in ("passages", "others", "steps"):
         check_size(name, getattr(options, name))
@@ -164,8 +199,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
             found += losses(model, passages, k, options.model, fitted, options.steps)
         step("times")
         times = seconds(n, projected, heads, model.config.hidden_size // heads, model.device)
-    record = {**report.origin("paper.equation6"), "model": options.model, "n": n, "losses": found, "seconds": times}
-    (options.results / "equation6" / "equation6.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = {**report.origin(), "model": options.model, "n": n, "losses": found, "seconds": times}
+    options.path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def collect(work: Any) -> dict[str, Any]:
@@ -173,12 +208,10 @@ def collect(work: Any) -> dict[str, Any]:
     record = report.read(work.results / "equation6" / "equation6.json")
     if record is None:
         return {"runs": {}}
-    errors: dict[str, dict[int, Any]] = {}
-    for loss in record["losses"]:
-        errors.setdefault(loss["way"], {})[loss["k"]] = loss
+    ways = dict.fromkeys(loss["way"] for loss in record["losses"])
+    errors = {way: {loss["k"]: loss for loss in record["losses"] if loss["way"] == way} for way in ways}
     times = {way: {k: 1000 * own[str(k)] for k in errors[SVD]} for way, own in record["seconds"].items()}
-    runs = {"equation6": {name: record[name] for name in report.ORIGIN}}
-    return {"runs": runs, "model": record["model"], "n": record["n"], "errors": errors, "times": times}
+    return {"runs": {"equation6": record}, "model": record["model"], "n": record["n"], "errors": errors, "times": times}
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> None:
@@ -192,10 +225,7 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
     plots.save(figure, folder / "equation6.png")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the options, measure, and write the page."""
-    parser = report.parser("equation6", TITLE)
-    add = parser.add_argument
+def add_options(add: Callable[..., Any]) -> None:
     add("model", nargs="?", help="folder or hub name of an encoder such as BERT or RoBERTa")
     add("--text", action="append", help="file or folder of text; can be repeated")
     add("--projected", type=lambda own: whole_numbers("projected", own), help="ranks k (default: n/16 to n/2)")
@@ -205,8 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--steps", type=int, default=300, help="steps of each fit")
     add("--seed", type=int, default=0, help="seed of the choice of passages")
     add("--text-column", default="text", help="column of tables that holds the text")
-    report.run("equation6", TITLE, sys.modules[__name__], parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    report.main("equation6")

@@ -7,7 +7,9 @@ vectors has an exact law that takes fewer random numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,59 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from .heads import Head, normals
-
+RANDOM = "random"
+# The number of entries of P that exist at once.
+BLOCK = 2**24
 # The inequalities of the lemma are tested at each k that promises at most this failure rate.
 PROMISES = (0.5, 0.1, 0.01)
 # The number of rows of P to test, if more would show nothing new.
 ROWS = 8
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head on one input; `query`, `key` and `value` are (n, d)."""
+
+    name: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def n(self) -> int:
+        return self.value.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.value.shape[1]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Rows of A = Q Kᵀ / √d, (rows, n)."""
+        return self.query[rows] @ self.key.T / math.sqrt(self.d)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """P, a few rows at a time."""
+        for rows in torch.arange(self.n).split(max(1, BLOCK // self.n)):
+            yield self.logits(rows).softmax(-1)
+
+    def entropy(self) -> float:
+        """Mean entropy of the rows of P in nats: log n if attention is uniform, 0 if it is sharp."""
+        return sum(float(torch.special.entr(rows).sum()) for rows in self.blocks()) / self.n
+
+
+def generator(seed: int, *words: object) -> np.random.Generator:
+    """A random stream that depends on these words alone, not on what else is drawn."""
+    return np.random.default_rng([seed, zlib.crc32(repr(words).encode())])
+
+
+def normals(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
+
+def random_head(n: int, d: int, rng: np.random.Generator, mean: float = 0.0) -> Head:
+    """Normal queries, keys and values of unit variance, so that logits have unit variance, too."""
+    query, key, value = (normals(rng, n, d) for _ in range(3))
+    return Head(f"{RANDOM}, values of mean {mean:g}" if mean else RANDOM, query, key, value + mean)
 
 
 def record(
@@ -108,11 +157,8 @@ class RandomLowRank:
         self.exact = output[:, : head.d][:, columns]  # (n, draws), Pe
         along = (unit[:, columns] * noise).sum(0)
         self.across = output[:, head.d :] - along * self.exact
-
-    @property
-    def condition(self) -> float:
-        """κ = ‖P‖²‖w‖² / ‖Pw‖², median over columns: the mean square of ‖P̃w − Pw‖ is (1+κ)/k of ‖Pw‖²."""
-        return float((self.sizes.square().sum() / self.exact.square().sum(0)).median())
+        # κ = ‖P‖²‖w‖² / ‖Pw‖², median over columns: the mean square of ‖P̃w − Pw‖ is (1+κ)/k of ‖Pw‖².
+        self.condition = float((self.sizes.square().sum() / self.exact.square().sum(0)).median())
 
     def missed(self, k: int) -> Tensor:
         """P̃e − Pe, (n, draws)."""

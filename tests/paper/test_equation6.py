@@ -9,8 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from linformers.analysis import attentions
 from linformers.errors import UserError
 from paper import equation6, report
-from paper.equation6 import OTHERS, OWN, POOLED, SVD, UNIFORM
-from paper.heads import observe
+from paper.equation6 import OTHERS, OWN, POOLED, SVD, UNIFORM, observe
 
 from ..analysis.conftest import folder, text  # noqa: F401
 
@@ -74,7 +73,7 @@ def test_what_is_lost(model):
 
 def test_command(folder, text, tmp_path):  # noqa: F811
     arguments = [folder("roberta"), "--text", text, "--projected", "4,8", "--passages", "2", "--others", "3"]
-    equation6.main([*arguments, "--length", str(N), "--steps", "3", "--results", str(tmp_path)])
+    report.main("equation6", [*arguments, "--length", str(N), "--steps", "3", "--results", str(tmp_path)])
     record = json.loads((tmp_path / "equation6" / "equation6.json").read_text())
     ways = (SVD, OWN, OTHERS, POOLED, UNIFORM)
     assert [(loss["way"], loss["k"]) for loss in record["losses"]] == [(way, k) for k in (4, 8) for way in ways]
@@ -97,4 +96,6 @@ def test_command(folder, text, tmp_path):  # noqa: F811
 def test_wrong_input_is_named(kind, options, message, folder, text, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(report, "run_cli", lambda command: command())
     with pytest.raises(UserError, match=message):
-        equation6.main([folder(kind), "--text", text, "--length", str(N), *options, "--results", str(tmp_path)])
+        report.main(
+            "equation6", [folder(kind), "--text", text, "--length", str(N), *options, "--results", str(tmp_path)]
+        )
