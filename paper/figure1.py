@@ -37,6 +37,7 @@ def measure(work: Any, console: Console) -> None:
     if work.data is None:
         raise UserError("data is missing: pass the folder of texts with --data DIR")
     path, sizes = work.results / "figure1" / "figure1.json", SMALL if work.small else FULL
+    path.parent.mkdir(parents=True, exist_ok=True)
     records = report.read(path) or {}
     for row, (model, text) in ROWS.items():
         local = work.runs / TWINS[model] if model in TWINS else work.data / "models" / model
@@ -52,6 +53,9 @@ def measure(work: Any, console: Console) -> None:
         portable = {"command": "python -m paper.figure1 --data DIR", "model": model, "texts": [f"DIR/{TEXTS[text]}"]}
         records[row] = json.loads((out / "spectrum.json").read_text()) | portable
         path.write_text("{\n" + ",\n".join(f'"{row}": {json.dumps(own)}' for row, own in records.items()) + "\n}\n")
+
+
+run = measure  # the name that all scripts of this kind share
 
 
 def collect(work: Any) -> dict[str, Any]:

@@ -18,12 +18,9 @@ from scipy import stats
 from torch import Tensor
 
 RANDOM = "random"
-# The number of entries of P that exist at once.
-BLOCK = 2**24
-# The inequalities of the lemma are tested at each k that promises at most this failure rate.
-PROMISES = (0.5, 0.1, 0.01)
-# The number of rows of P to test, if more would show nothing new.
-ROWS = 8
+BLOCK = 2**24  # the number of entries of P that exist at once
+PROMISES = (0.5, 0.1, 0.01)  # failure rates; the lemma is tested at each k that promises one
+ROWS = 8  # the number of rows of P to test, if more would show nothing new
 
 
 @dataclass(frozen=True)
@@ -187,6 +184,7 @@ def theorem_1(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.
         k = min(demanded, head.n)
         for norm in ("|Pw|", "|uw|", "|u||w|"):
             errors, zero = (drawn.error(each, norm) for each in (drawn.missed(k), drawn.exact))
-            bound = 2 * head.n * tail(epsilon, k)
-            found.append(record("Theorem 1", norm, head, epsilon, demanded, bound, errors, zero))
+            found.append(
+                record("Theorem 1", norm, head, epsilon, demanded, 2 * head.n * tail(epsilon, k), errors, zero)
+            )
     return found

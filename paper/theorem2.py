@@ -1,9 +1,4 @@
-r"""Theorem 2: softmax(w Eᵀ) F V with E = δR and F = e^{−δ}R, compared with softmax(w) V; and whether E and F exist.
-
-As δ → 0 (the proof sets δ = 2⁻ⁿ at its start and Θ(1/n) in step (b)), exp(δ x Rᵀ) tends to k ones, so the output tends
-to 1ᵀRV, or 1ᵀRV / k under softmax: noise that does not depend on the query. For any δ the mean over R of
-e^{−δ} exp(δ x Rᵀ) R y is δ e^{−δ + δ²‖x‖²/2k} ⟨x, y⟩: linear in the logits x, where ⟨exp(x), y⟩ is required.
-"""
+"""Theorem 2: softmax(wEᵀ) F V with E = δR and F = e^{−δ}R, compared with softmax(w) V; and whether E and F exist."""
 
 from __future__ import annotations
 
@@ -21,11 +16,9 @@ from linformers.projections import window_matrix
 from .equation6 import OWN_RATE, attention_matrix, fit, linear, low_rank, relative_error
 from .theorem1 import ROWS, Head, normals, record, tail
 
-# An error is divided by the theorem's norm, or by the length of the exact output.
-NORMS = ("|s||V|", "|sV|")
+NORMS = ("|s||V|", "|sV|")  # the norm of the theorem, and the length of the exact output
 FORMS = ("exp", "softmax")
-# The errors of random E and F are means over this many draws.
-FIT_DRAWS = 10
+FIT_DRAWS = 10  # draws of E and F in each setting of `existence`
 
 
 def stated_k(n: int, d: int, epsilon: float) -> int:

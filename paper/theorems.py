@@ -82,9 +82,8 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
         head = drawn(n, max(options.dims))
         found["records"] += theorem_2(head, epsilons, draws, generator(seed, "far", head.name, n, head.d))
     if options.model is not None:
-        name = options.model.name
         model, tokenizer = attentions.load_encoder(str(options.model))
-        most = min(longest, tokenizer.model_max_length)
+        most, name = min(longest, tokenizer.model_max_length), options.model.name
         passages = attentions.passages(options.text, tokenizer, most, 2)
         attentions.check_full_attention(model, passages, name)
         if most < longest:
@@ -101,9 +100,11 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
     return found
 
 
-def measure(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace, console: Console) -> None:
     """Test everything and write `theorems.json`, with one line for each record."""
     check_size("draws", options.draws)
+    options.lengths, options.dims = (whole_numbers(name, getattr(options, name)) for name in ("lengths", "dims"))
+    options.epsilon = fractions("epsilon", options.epsilon)
     if min(options.dims) < 2 or min(options.lengths) < 8:
         raise UserError(f"dims={min(options.dims)} must be at least 2 and lengths={min(options.lengths)} at least 8")
     if not all(0 < epsilon < 1 for epsilon in options.epsilon):
@@ -129,8 +130,7 @@ def pick(records: Iterable[Mapping[str, Any]], statement: str, *norms: str) -> l
 
 def collect(work: Any) -> dict[str, Any]:
     """The numbers of the page and the figure, from `theorems.json`."""
-    whole = report.read(work.results / "theorems" / "theorems.json")
-    if whole is None:
+    if (whole := report.read(work.results / "theorems" / "theorems.json")) is None:
         return {"runs": {}}
     records = [dict(zip(whole["columns"], row, strict=True)) for row in whole["records"]]
     for own in records:
@@ -149,12 +149,10 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
     for own in pick(records, "Theorem 1", "|Pw|"):
         first.setdefault(own["inputs"], []).append((own["n"], own["error"]))
     random = [own for own in records if own["inputs"] == RANDOM]
-    stated = pick([own for own in random if own["limit"]], "Theorem 2, softmax, stated", "|s||V|")
+    stated, kept = (pick(random, name, "|s||V|") for name in ("Theorem 2, softmax, stated", "k tokens kept"))
     second = {
         "E, F of Theorem 2": [(own["n"], own["error"]) for own in stated],
-        "k random tokens": [
-            (own["n"], own["error"]) for own in pick(random, "k tokens kept", "|s||V|") if own["k"] < own["n"]
-        ],
+        "k random tokens": [(own["n"], own["error"]) for own in kept if own["k"] < own["n"]],
         "zeros": [(own["n"], own["zero"]) for own in stated],
     }
     figure, axes = plots.new_figure(2, 9.6, 4)
@@ -169,10 +167,9 @@ def add_options(add: Callable[..., Any]) -> None:
     add("--model", type=Path, help="folder of an encoder whose heads are tested, too")
     add("--text", type=Path, help="file or folder of text for the encoder")
     add("--layer", type=int, help="its layer, from 1 (default: the middle one)")
-    lengths = "128,256,512,1024,2048,4096,8192,16384"
-    add("--lengths", type=lambda own: whole_numbers("lengths", own), default=lengths, help="lengths n")
-    add("--dims", type=lambda own: whole_numbers("dims", own), default="32,64", help="channels d of random heads")
-    add("--epsilon", type=lambda own: fractions("epsilon", own), default="0.1,0.2,0.5", help="errors ε")
+    add("--lengths", default="128,256,512,1024,2048,4096,8192,16384", help="lengths n, separated by commas")
+    add("--dims", default="32,64", help="channels d of random heads, separated by commas")
+    add("--epsilon", default="0.1,0.2,0.5", help="errors ε, separated by commas")
     add("--draws", type=int, default=200, help="draws of R in each setting")
     add("--seed", type=int, default=0, help="seed of all draws")
     add("--quick", action="store_true", help="few lengths, draws and steps: a test in seconds")

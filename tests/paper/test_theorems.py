@@ -266,6 +266,7 @@ def test_one_seed_gives_one_result():
         (["--model", "somewhere"], "text is missing"),
         (["--dims", "1"], "dims=1 must be at least 2"),
         (["--lengths", "4"], "lengths=4 at least 8"),
+        (["--epsilon", "a"], "epsilon='a' must be numbers"),
         (["--draws", "0"], "draws=0 must be a positive integer"),
     ],
 )
