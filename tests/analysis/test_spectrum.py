@@ -212,7 +212,7 @@ def test_the_folder_of_a_run_and_a_damaged_model(folder, tmp_path):
     with pytest.raises(UserError, match=f"model='{tmp_path}' is the folder of a run"):
         attentions.load_encoder(str(tmp_path))
     (own / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="model='.*bert' cannot be loaded"):
+    with pytest.raises(UserError, match=r"model='.*bert' cannot be loaded"):
         attentions.load_encoder(str(own))
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .. import LinformerConfig
-from ..checks import check_choice, check_share, make_folder
+from ..checks import check_choice, check_share
 from ..config import SHARINGS
 from ..errors import UserError
 from ..provenance import commit, environment
@@ -24,8 +24,6 @@ from . import attentions, spectrum
 
 STEP = 8  # k is rounded up to a multiple of this, where it is free
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
-KINDS = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first", "hidden_dropout_prob")
-
 Lengths = list[int] | list[list[int]]
 
 
@@ -93,15 +91,11 @@ def run(
     console: Console,
     **sampling: Any,
 ) -> Lengths:
-    """Choose k and write `choose-k.json` and `config.json` (a `LinformerConfig`) to `out`, beside the spectrum.
-
-    `sampling` (sentences, seed, text_column) is passed to `spectrum.run`.
-    """
+    """Choose k and write `choose-k.json` and `config.json` to `out`; `spectrum.run` gets sentences, seed, text_column."""
     check_choice("per", per, ("layer", "head"))
     check_choice("sharing", sharing, SHARINGS)
     if (energy is None) == (budget is None):
         raise UserError(f"energy={energy} and budget={budget}: give exactly one of them")
-    make_folder("out", out)
     encoder, tokenizer = attentions.load_config(model)
     length = length or min(512, tokenizer.model_max_length)
     if energy is not None:
@@ -138,7 +132,9 @@ def run(
 
 def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the sizes and special tokens of an encoder as fields of a `LinformerConfig`."""
-    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *KINDS, "attention_probs_dropout_prob")}
+    kinds = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first")
+    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *kinds, *dropouts)}
     fields["intermediate_size"] = fields["intermediate_size"] or getattr(encoder, "hidden_dim", 4 * encoder.hidden_size)
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, bert_name in (("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")):

@@ -62,9 +62,9 @@ class Spectrum:
 
     def record(self, at: int) -> dict[str, Any]:
         """Summarize as json: each head at `at` (layers, heads), means over heads (layers, n), and each head's curve."""
-        series = {name: getattr(self, name) for name in ("cumulative", "cumulative_std", "energy")}
-        heads = {f"{name}_at": array[:, :, at - 1].tolist() for name, array in series.items()}
-        layers = {f"{name}_by_layer": np.round(array.mean(1), 6).tolist() for name, array in series.items()}
+        series = {"cumulative": self.cumulative, "cumulative_std": self.cumulative_std, "energy": self.energy}
+        heads = {f"{name}_at": own[:, :, at - 1].tolist() for name, own in series.items()}
+        layers = {f"{name}_by_layer": np.round(own.mean(1), 6).tolist() for name, own in series.items()}
         curves = np.round(self.cumulative, 4).tolist()
         return {"sentences": self.sentences, "at": at, **heads, **layers, "cumulative": curves}
 
@@ -115,8 +115,7 @@ def measure(
 
     `workers` threads decompose matrices, by default one for each core. Progress is saved to `state_file`; if it exists,
     the measurement resumes from it, and if it has more passages than requested, the result covers all of them.
-    `on_passage` is called with the number of finished passages, at the start and after each. Errors call the model
-    `name`.
+    `on_passage` is called with the number of finished passages, at the start and after each.
     """
     attentions.check_full_attention(model, passages, name)
     found, seen, key, saved = Moments(), passages.numpy(), fingerprint(model), time.monotonic()
@@ -204,21 +203,15 @@ def run(
     if len(passages) < sentences:
         console.print(f"The text has only {len(passages)} passages of {length} tokens", highlight=False)
 
-    done = 0
-    with progress(console) as bars, stoppable(console, lambda: f"Stopped after {done} passages; run again to resume"):
+    with progress(console) as bars:
         task = bars.add_task("passages", total=len(passages))
-
-        def show(finished: int) -> None:
-            nonlocal done
-            done = finished
-            bars.update(task, completed=done)
-
-        state_file = out / "state.npz"
-        spectrum = measure(encoder, passages, name=model, workers=workers, state_file=state_file, on_passage=show)
-    lines = summary(spectrum, at)
-    for line in lines:
-        console.print(line, highlight=False)
-    record = {**origin, **spectrum.record(at), "summary": lines}
+        options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
+        with stoppable(
+            console, lambda: f"Stopped after {bars.tasks[task].completed:.0f} passages; run again to resume"
+        ):
+            spectrum = measure(encoder, passages, **options, on_passage=lambda done: bars.update(task, completed=done))
+    record = {**origin, **spectrum.record(at), "summary": summary(spectrum, at)}
+    console.print(*record["summary"], sep="\n", highlight=False)
     (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     figure, axes = plots.new_figure(2, 7.6, 3.7)
     draw(record, *axes)
