@@ -42,9 +42,6 @@ def encoder(kind):
                 vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40
             )
         ),
-        "fnet": lambda: hf.FNetModel(
-            hf.FNetConfig(vocab_size=100, hidden_size=16, num_hidden_layers=2, intermediate_size=16)
-        ),
         "albert": lambda: hf.AlbertModel(hf.AlbertConfig(embedding_size=16, **config)),
         "llama": lambda: hf.LlamaModel(hf.LlamaConfig(**config)),
         "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),

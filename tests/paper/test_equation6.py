@@ -88,7 +88,6 @@ def test_command(folder, text, tmp_path):  # noqa: F811
         ("bert", ["--projected", str(N)], "projected=24 must be below length=24"),
         ("bert", ["--passages", "900"], "passages=900 and others=64 exceed the"),
         ("bert", ["--steps", "0"], "steps=0 must be a positive integer"),
-        ("bert", ["--length", "33"], "length=33 exceeds the 32 tokens"),
         ("mpnet", ["--others", "1"], "does not use transformers' attention interface"),
         ("llama", ["--others", "1"], "is causal"),
     ],

@@ -142,17 +142,12 @@ def check_full_attention(model: PreTrainedModel, ids: Tensor, name: str) -> tupl
     kinds = getattr(model.config, "layer_types", None) or ["sliding" if window else "full"]
     if any("sliding" in kind for kind in kinds) and (window is None or window < length - 1):
         raise UserError(f"model={name!r} has layers with a sliding window; use an encoder with full attention")
-    shapes: list[torch.Size] = []
-    causal: list[bool] = []
-
-    def look(layer: int, probs: Tensor) -> None:
-        shapes.append(probs.shape)
-        causal.append(not probs.triu(1).any())
-
-    with torch.no_grad(), WatchAttention(look, length):
+    seen: list[tuple[int, bool]] = []  # the number of heads, and whether no query sees a later key
+    watch = WatchAttention(lambda layer, probs: seen.append((probs.shape[1], not probs.triu(1).any())), length)
+    with torch.no_grad(), watch:
         model(ids[:1].to(model.device))
-    if not shapes:
+    if not seen:
         raise UserError(f"model={name!r} computes no attention of {length} by {length} tokens; use one like RoBERTa")
-    if any(causal):
+    if any(causal for _, causal in seen):
         raise UserError(f"model={name!r} is causal: its queries see no later keys; use an encoder")
-    return len(shapes), shapes[0][1]
+    return len(seen), seen[0][0]

@@ -91,7 +91,7 @@ def run(
     console: Console,
     **sampling: Any,
 ) -> Lengths:
-    """Choose k and write `choose-k.json` and `config.json` to `out`; `spectrum.run` gets sentences, seed, text_column."""
+    """Choose k and write `choose-k.json` and `config.json` to `out`; `sampling` is passed to `spectrum.run`."""
     check_choice("per", per, ("layer", "head"))
     check_choice("sharing", sharing, SHARINGS)
     if (energy is None) == (budget is None):
@@ -122,10 +122,20 @@ def run(
     console.print(table)
     console.print(f"Each {per} keeps at least {share:.4f} of its energy with k = {chosen}.", highlight=False)
     console.print("config.json is a LinformerConfig. To train such a model:")
-    console.print(training_command(fields, chosen), highlight=False, markup=False, soft_wrap=True)
+    fields |= {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
+    names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
+    training = [
+        "linformers",
+        "pretrain",
+        "RECIPE",
+        "data=DATA",
+        "out=OUT",
+        *(f"model.{own}={fields[own]}" for own in names),
+    ]
+    console.print(shlex.join(training), highlight=False, markup=False, soft_wrap=True)
     config.save_pretrained(out)
-    origin = {"command": command, "commit": commit(), **environment(), "model": model}
-    record = {**origin, "share": share, "per": per, "sharing": sharing, "choices": choices}
+    record = {"command": command, "commit": commit(), **environment(), "model": model, "share": share}
+    record |= {"per": per, "sharing": sharing, "choices": choices}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
     return chosen
 
@@ -141,11 +151,3 @@ def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, A
         own = getattr(tokenizer, name)
         fields[name] = getattr(tokenizer, bert_name) if own is None else own
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def training_command(fields: dict[str, Any], chosen: Lengths) -> str:
-    """Return the command that trains the chosen model with any recipe."""
-    fields = fields | {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
-    names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
-    changes = [f"model.{name}={fields[name]}" for name in names]
-    return shlex.join(["linformers", "pretrain", "RECIPE", "data=DATA", "out=OUT", *changes])

@@ -164,8 +164,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Hash the weights of a model."""
     digest = hashlib.blake2b(digest_size=16)
     for key, weight in model.state_dict().items():
-        digest.update(key.encode())
-        digest.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().data if weight.numel() else b"")
+        digest.update(key.encode() + weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -202,7 +201,6 @@ def run(
         passages = attentions.passages(text, tokenizer, length, sentences, seed=seed, text_column=text_column)
     if len(passages) < sentences:
         console.print(f"The text has only {len(passages)} passages of {length} tokens", highlight=False)
-
     with progress(console) as bars:
         task = bars.add_task("passages", total=len(passages))
         options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
