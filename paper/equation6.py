@@ -125,10 +125,8 @@ def fit_layers(passages: Sequence[Any], k: int, **options: Any) -> list[tuple[Te
 def losses(
     model: PreTrainedModel, ids: Tensor, k: int, name: str, fitted: Sequence[tuple[Tensor, Tensor]], steps: int
 ) -> list[dict[str, Any]]:
-    """Relative errors of each way at k, on passages (count, n); `fitted` are E and F fitted to other passages.
-
-    `heads` is the error of PV, averaged over layers, heads and passages, with exact inputs; `model` is the error of the
-    last hidden states if all layers are approximated.
+    """Relative errors of each way at k on passages (count, n): `heads` of PV, with exact inputs and averaged over layers,
+    heads and passages; `model` of the last hidden states if all layers are approximated.
     """
     n, sums = ids.shape[1], dict[str, Tensor]()
     window = window_matrix(n, k, n, model.device)

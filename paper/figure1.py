@@ -55,9 +55,6 @@ def measure(work: Any, console: Console) -> None:
         path.write_text("{\n" + ",\n".join(f'"{row}": {json.dumps(own)}' for row, own in records.items()) + "\n}\n")
 
 
-run = measure  # the name that all scripts of this kind share
-
-
 def collect(work: Any) -> dict[str, Any]:
     """By row, the shares of the first singular values, and the rows that are missing."""
     records = report.read(work.results / "figure1" / "figure1.json") or {}

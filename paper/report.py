@@ -32,7 +32,8 @@ def main(name: str, arguments: Sequence[str] | None = None) -> None:
         options.path = options.results / name / f"{name}.json"
         make_folder("results", options.path.parent)
         if not options.page:
-            section.run(options, Console())
+            run = section.measure if hasattr(section, "measure") else section.run
+            run(options, Console())
         record = section.collect(options)
         if not record["runs"]:
             raise UserError(f"{options.path} does not exist or has no records")

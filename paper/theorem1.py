@@ -72,11 +72,9 @@ def random_head(n: int, d: int, rng: np.random.Generator, mean: float = 0.0) -> 
 def record(
     statement: str, norm: str, head: Head, epsilon: float, demanded: int, bound: float, errors: Tensor, zero: Tensor
 ) -> dict[str, Any]:
-    """How often ‖approximation − exact‖ ≤ ε · norm failed.
+    """How often ‖approximation − exact‖ ≤ ε · norm failed; a bound is contradicted if the 95% interval lies above it.
 
     `errors` and `zero` are the errors of the approximation and of an output of zeros in each draw, divided by the norm.
-    `demanded` is the k that the statement asks for; where it exceeds n, k = n is used. `bound` is the failure rate that
-    the paper allows; it is contradicted if the 95% interval of the rate lies above it.
     """
     failures, draws, bound = int((~(errors <= epsilon)).sum()), len(errors), min(1.0, bound)  # a NaN has failed
     interval = stats.binomtest(failures, draws).proportion_ci(method="wilson")

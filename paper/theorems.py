@@ -41,12 +41,6 @@ def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int | None, name: st
     return [Head(f"{name} layer {layer} head {i}", *parts) for i, parts in enumerate(per_head, 1)]
 
 
-def pick_heads(heads: list[Head]) -> dict[str, int]:
-    """The sharpest, the median and the most diffuse head by the entropy of P."""
-    order = sorted(range(len(heads)), key=lambda i: heads[i].entropy())
-    return {"sharpest": order[0], "median": order[len(order) // 2], "most diffuse": order[-1]}
-
-
 def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """Test all statements on all inputs; `limits` lists what a real input did not allow."""
     sizes: dict[str, Any] = QUICK if options.quick else FULL
@@ -89,10 +83,12 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
         if most < longest:
             found["limits"].append(f"{name} accepts n = {most:,} tokens, so its heads are tested up to this length.")
         lengths, fit_length = [n for n in options.lengths if n <= most] or [most], min(fit_length, most)
-        for kind, place in pick_heads(layer_heads(model, passages[0], options.layer, name)).items():
+        heads = layer_heads(model, passages[0], options.layer, name)
+        order = sorted(range(len(heads)), key=lambda i: heads[i].entropy())
+        for kind, place in (("sharpest", order[0]), ("median", order[len(order) // 2]), ("most diffuse", order[-1])):
             inputs = [passages[0, :n] for n in lengths] + [own[:fit_length] for own in (passages[0], passages[-1])]
-            heads = [layer_heads(model, ids, options.layer, name)[place] for ids in inputs]
-            *tested, head, other = (replace(own, name=f"{own.name} ({kind})") for own in heads)
+            chosen = (layer_heads(model, ids, options.layer, name)[place] for ids in inputs)
+            *tested, head, other = (replace(own, name=f"{own.name} ({kind})") for own in chosen)
             for own in tested:
                 test(own, DELTAS if own.n == lengths[-1] else ())
             fit(head, other)

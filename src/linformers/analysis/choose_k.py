@@ -120,19 +120,15 @@ def run(
         kept = kept_energy(lengths, measured)
         table.add_row(name, f"{np.mean(lengths):.1f}", f"{kept.mean():.4f}", f"{kept.min():.4f}")
     console.print(table)
-    console.print(f"Each {per} keeps at least {share:.4f} of its energy with k = {chosen}.", highlight=False)
-    console.print("config.json is a LinformerConfig. To train such a model:")
+    console.print(
+        f"Each {per} keeps {share:.4f} of its energy or more with k = {chosen}. To train it:", highlight=False
+    )
     fields |= {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
     names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
-    training = [
-        "linformers",
-        "pretrain",
-        "RECIPE",
-        "data=DATA",
-        "out=OUT",
-        *(f"model.{own}={fields[own]}" for own in names),
-    ]
-    console.print(shlex.join(training), highlight=False, markup=False, soft_wrap=True)
+    changes = shlex.join(f"model.{own}={fields[own]}" for own in names)
+    console.print(
+        f"linformers pretrain RECIPE data=DATA out=OUT {changes}", highlight=False, markup=False, soft_wrap=True
+    )
     config.save_pretrained(out)
     record = {"command": command, "commit": commit(), **environment(), "model": model, "share": share}
     record |= {"per": per, "sharing": sharing, "choices": choices}

@@ -44,12 +44,6 @@ def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
     return values.clamp(min=0).sqrt().flip(-1)[..., : min(matrices.shape[-2:])]
 
 
-def cumulative_share(values: np.ndarray) -> np.ndarray:
-    """Return the share of the first i values in the sum of all, for each i."""
-    sums = values.cumsum(-1)
-    return sums / sums[..., -1:]
-
-
 @dataclass(frozen=True)
 class Spectrum:
     """Statistics over passages, each (layers, heads, n)."""
@@ -127,8 +121,9 @@ def measure(
     def finish_passage() -> None:
         nonlocal found, saved
         values = np.stack([[head.result() for head in layer] for layer in pending.pop(0)])
+        sums = values.cumsum(-1), (values**2).cumsum(-1)
         # One assignment, so that an interrupt leaves no passage half added.
-        found = found.add(np.stack([values, cumulative_share(values), cumulative_share(values**2)]))
+        found = found.add(np.stack([values, *(own / own[..., -1:] for own in sums)]))
         on_passage(found.count)
         if state_file is not None and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
             save_state(state_file, key, seen, found)
