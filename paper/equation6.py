@@ -1,8 +1,7 @@
-r"""Equation 6: P replaced by its best approximation of rank k, compared with E and F of the same k.
+"""Equation 6: P replaced by its best approximation of rank k, compared with E and F of the same k.
 
-The paper rejects this approach because it decomposes every P. Here a pretrained encoder computes with P_low, the best
-matrix of rank k (Eckart and Young), and with linear attention whose E and F are averages over windows, fitted to the
-passage at hand (do such E and F exist?), or fitted to other passages (does one pair serve all inputs?).
+The paper rejects this approach because it decomposes every P. E and F are averages over windows, fitted to the passage
+at hand (do such E and F exist?), or fitted to other passages (does one pair serve all inputs?).
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def fit_layers(passages: Sequence[Any], k: int, **options: Any) -> list[tuple[Te
 def losses(
     model: PreTrainedModel, ids: Tensor, k: int, name: str, fitted: Sequence[tuple[Tensor, Tensor]], steps: int
 ) -> list[dict[str, Any]]:
-    """Relative errors of each way at k on passages (count, n): `heads` of PV, with exact inputs and averaged over layers,
+    """Relative errors of each way at k on passages (count, n): `heads` of PV, with exact inputs, averaged over layers,
     heads and passages; `model` of the last hidden states if all layers are approximated.
     """
     n, sums = ids.shape[1], dict[str, Tensor]()

@@ -32,8 +32,7 @@ def main(name: str, arguments: Sequence[str] | None = None) -> None:
         options.path = options.results / name / f"{name}.json"
         make_folder("results", options.path.parent)
         if not options.page:
-            run = section.measure if hasattr(section, "measure") else section.run
-            run(options, Console())
+            (section.measure if hasattr(section, "measure") else section.run)(options, Console())
         record = section.collect(options)
         if not record["runs"]:
             raise UserError(f"{options.path} does not exist or has no records")

@@ -169,11 +169,8 @@ class RandomLowRank:
 
 
 def theorem_1(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    r"""Theorem 1 at its own k, in three norms.
-
-    - |Pw|: its statement, ‖P̃w − Pw‖ ≤ ε‖Pw‖.
-    - |uw|: |uRᵀRw − uw| ≤ ε|uw| for every row u of P, which step (a) of the proof combines.
-    - |u||w|: |uRᵀRw − uw| ≤ ε‖u‖‖w‖ for every row, which is what the lemma gives. This holds.
+    """Theorem 1 at its own k: as stated, ‖P̃w − Pw‖ ≤ ε‖Pw‖; with |uRᵀRw − uw| ≤ ε|uw| for every row u of P, which
+    step (a) of the proof combines; and with ε‖u‖‖w‖ for every row, which the lemma gives.
     """
     drawn = RandomLowRank(head, draws, rng)
     found = []

@@ -128,8 +128,7 @@ def existence(
 ) -> list[dict[str, Any]]:
     """Relative errors ‖output − PV‖ / ‖PV‖ of E and F fitted to one input, and of alternatives, for each k.
 
-    Fitted E and F show what Theorem 2 claims (for any Q, K, V there are E, F), not what a Linformer needs, which is one
-    E for all inputs. So each fit is also applied to `other`, another input of the same head.
+    A Linformer needs one E for all inputs, so each fit is also applied to `other`, another input of the same head.
     """
     inputs, others = ([own[None, None] for own in (each.query, each.key, each.value)] for each in (head, other))
     probs, exact = attention_matrix(*inputs[:2]), scaled_dot_product_attention(*inputs)

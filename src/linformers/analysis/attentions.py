@@ -27,7 +27,7 @@ POOL_TOKENS = 2**21
 def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
     """Load an encoder and its tokenizer from a folder or the hub, in float32 with eager attention."""
     config, tokenizer = load_config(name)
-    with _loading(name):
+    with _loading(name, OSError, KeyError):
         model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager", dtype=torch.float32)
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 
@@ -37,7 +37,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # not a hub name either
         raise UserError(f"model={name!r} is not a folder")
     check_no_run("model", Path(name))
-    with _loading(name, ValueError):
+    with _loading(name, OSError, KeyError, ValueError):
         config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"model={name!r} is an encoder-decoder; use an encoder, where every query sees every key")
@@ -52,10 +52,10 @@ def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
 
 
 @contextmanager
-def _loading(name: str, *more: type[Exception]) -> Iterator[None]:
+def _loading(name: str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (OSError, KeyError, *more) as error:
+    except errors as error:
         reason = str(error).splitlines()[0]
         problem = "cannot be loaded" if Path(name).is_dir() else "is not a folder and could not be fetched from the hub"
         raise UserError(f"model={name!r} {problem}: {reason}") from None

@@ -130,17 +130,16 @@ def run(
         f"linformers pretrain RECIPE data=DATA out=OUT {changes}", highlight=False, markup=False, soft_wrap=True
     )
     config.save_pretrained(out)
-    record = {"command": command, "commit": commit(), **environment(), "model": model, "share": share}
-    record |= {"per": per, "sharing": sharing, "choices": choices}
+    how = {"model": model, "share": share, "per": per, "sharing": sharing, "choices": choices}
+    record = {"command": command, "commit": commit(), **environment(), **how}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
     return chosen
 
 
 def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the sizes and special tokens of an encoder as fields of a `LinformerConfig`."""
-    kinds = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first")
-    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *kinds, *dropouts)}
+    others = "vocab_size hidden_act layer_norm_eps norm_first hidden_dropout_prob attention_probs_dropout_prob"
+    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *others.split())}
     fields["intermediate_size"] = fields["intermediate_size"] or getattr(encoder, "hidden_dim", 4 * encoder.hidden_size)
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, bert_name in (("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")):

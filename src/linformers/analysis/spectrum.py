@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
     They are the square roots of the eigenvalues of $P P^T$, which takes half the time of an SVD and, in float64, loses
     only values below $10^{-8}$ of the largest. eigvalsh reads the lower triangle alone, so only that is computed.
     """
-    n = matrices.shape[-2]
-    precise = matrices.double()
+    n, precise = matrices.shape[-2], matrices.double()
     products = precise.new_zeros(*matrices.shape[:-1], n)
     for start in range(0, n, block):
         end = start + block
@@ -63,7 +62,8 @@ class Spectrum:
         return {"sentences": self.sentences, "at": at, **heads, **layers, "cumulative": curves}
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Streaming statistics by Welford's method; `squares` is the sum of squared deviations from the mean."""
 
     count: int = 0
