@@ -64,13 +64,13 @@ def observe(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[Tensor, lis
     """The last hidden states, and the queries, keys and values of each layer, (1, h, n, d), on tokens (n,)."""
     seen = []
 
-    def attend(layer: int, *inputs: Tensor) -> Tensor:
-        seen.append(inputs)
-        return full_attention(*inputs)
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((query, key, value))
+        return full_attention(query, key, value)
 
     with torch.no_grad(), attention_as(model, name, attend):
         output = model(ids[None].to(model.device)).last_hidden_state
-    return output, seen  # type: ignore[return-value]
+    return output, seen
 
 
 def low_rank(probs: Tensor, k: int) -> Tensor:
@@ -118,7 +118,7 @@ def fit(
 def fit_layers(passages: Sequence[Any], k: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
     """E and F of each layer, fitted to passages of which `observe` returned the queries, keys and values."""
     layers = [[torch.cat(own) for own in zip(*layer, strict=True)] for layer in zip(*passages, strict=True)]
-    return [fit(*layer, k, seed=place, **options) for place, layer in enumerate(layers)]
+    return [fit(q, k_, v, k, seed=layer, **options) for layer, (q, k_, v) in enumerate(layers)]
 
 
 def losses(
@@ -173,8 +173,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise UserError("model or text is missing: pass an encoder, and files or folders to draw passages from")
     model, tokenizer = attentions.load_encoder(options.model)
     n = options.length or min(512, tokenizer.model_max_length)
-    usual = ",".join(str(max(1, n // part)) for part in (16, 8, 4, 2))
-    projected = whole_numbers("projected", options.projected or usual)
+    projected = whole_numbers("projected", options.projected or ",".join(str(max(1, n // i)) for i in (16, 8, 4, 2)))
     if max(projected) >= n:
         raise UserError(f"projected={max(projected)} must be below length={n}")
     sizes, drawn = [options.passages, options.others], {"seed": options.seed, "text_column": options.text_column}

@@ -109,11 +109,9 @@ def lemma(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.Gene
     only through ρ, and the variance is (1+ρ²)/k.
     """
     pair = torch.arange(draws) % ROWS
-    rows = torch.from_numpy(rng.integers(head.n, size=ROWS))
-    x = head.logits(rows).double().softmax(-1)
+    x = head.logits(torch.from_numpy(rng.integers(head.n, size=ROWS))).double().softmax(-1)
     y = head.value.double()[:, torch.from_numpy(rng.integers(head.d, size=ROWS))].T
-    sizes = x.norm(dim=1) * y.norm(dim=1)
-    cosine = ((x * y).sum(1) / sizes)[pair]
+    cosine = ((x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1)))[pair]
     ones = torch.ones(draws)
     found = []
     for epsilon in epsilons:

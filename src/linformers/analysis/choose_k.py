@@ -102,8 +102,8 @@ def run(
         check_share("energy", energy)
     elif not 1 <= (budget or 0) < length:
         raise UserError(f"budget={budget} must be at least 1 and below length={length}")
-    files: dict[str, Any] = {"out": out, "command": command, "console": console}
-    measured = spectrum.run(model, text, length=length, at=None, workers=None, **sampling, **files).energy
+    sampling |= {"length": length, "at": None, "workers": None}
+    measured = spectrum.run(model, text, out=out, command=command, console=console, **sampling).energy
     if energy is not None:
         chosen, share = choose(measured, energy, per=per, sharing=sharing), energy
     else:
@@ -143,6 +143,5 @@ def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, A
     fields["intermediate_size"] = fields["intermediate_size"] or getattr(encoder, "hidden_dim", 4 * encoder.hidden_size)
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, bert_name in (("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")):
-        own = getattr(tokenizer, name)
-        fields[name] = getattr(tokenizer, bert_name) if own is None else own
+        fields[name] = getattr(tokenizer, bert_name if getattr(tokenizer, name) is None else name)
     return {name: value for name, value in fields.items() if value is not None}

@@ -58,8 +58,8 @@ class Spectrum:
         series = {"cumulative": self.cumulative, "cumulative_std": self.cumulative_std, "energy": self.energy}
         heads = {f"{name}_at": own[:, :, at - 1].tolist() for name, own in series.items()}
         layers = {f"{name}_by_layer": np.round(own.mean(1), 6).tolist() for name, own in series.items()}
-        curves = np.round(self.cumulative, 4).tolist()
-        return {"sentences": self.sentences, "at": at, **heads, **layers, "cumulative": curves}
+        curves = {"cumulative": np.round(self.cumulative, 4).tolist()}
+        return {"sentences": self.sentences, "at": at, **heads, **layers, **curves}
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,7 @@ def summary(spectrum: Spectrum, at: int) -> list[str]:
         f"of their squares, over {spectrum.sentences} passages."
     ]
     if len(shares) > 2:
-        ranks = shares.mean(1).argsort().argsort()
-        correlation = np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]
+        correlation = np.corrcoef(np.arange(len(shares)), shares.mean(1).argsort().argsort())[0, 1]
         verdict = "have" if correlation > 0.5 else "do not have"
         lines.append(f"Higher layers {verdict} lower rank: rank correlation of layer and share {correlation:.2f}.")
     return lines
