@@ -1,9 +1,7 @@
-r"""Equation 6: P replaced by its best approximation of rank k, compared with E and F of the same k.
+"""Equation 6: P replaced by its best approximation of rank k, compared with E and F of the same k.
 
-The paper rejects this approach because it decomposes every P. Here a pretrained encoder computes with P_low, the best
-matrix of rank k (Eckart and Young), and with P̄ Fᵀ, where P̄ = softmax(Q (EᵀK)ᵀ / √d) and E and F are averages over
-windows, fitted to the passage at hand (do such E and F exist?), or fitted to other passages (does one pair serve all
-inputs?).
+The paper rejects this approach because it decomposes every P. E and F are averages over windows, fitted to the passage
+at hand (do such E and F exist?), or fitted to other passages (does one pair serve all inputs?).
 """
 
 from __future__ import annotations
@@ -12,17 +10,17 @@ import argparse
 import itertools
 import json
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as full_attention
 from torch.utils.benchmark import Timer
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from linformers import plots
 from linformers.analysis import attentions
@@ -32,15 +30,47 @@ from linformers.progress import steps
 from linformers.projections import window_matrix
 
 from . import report
-from .heads import attention_as, observe
 
 TITLE = "Equation 6: P replaced by its best rank k"
 EXACT, SVD, PROJECTED = "exact", "best rank k (SVD)", "E, F"
 OWN, OTHERS = "E, F fitted to the passage", "E, F fitted to other passages"
 POOLED, UNIFORM = "E, F means over windows", "uniform average"
-# Adam's learning rate, times 1/n, because a step changes EᵀK by a sum of n entries. A fit that serves all passages must
-# not follow each batch.
+# Adam's learning rates, times 1/n, because a step changes EᵀK by a sum of n entries.
 OWN_RATE, OTHERS_RATE = 0.3, 0.1
+
+
+@contextmanager
+def attention_as(model: PreTrainedModel, name: str, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend(layer, query, key, value)` compute the attention of each layer in one pass; all are (b, h, n, d)."""
+    layers = itertools.count()
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any = None, scaling: float = 1, **_: Any) -> Any:
+        if mask is not None:
+            raise UserError(f"model={name!r} adds a bias to its logits; use an encoder such as BERT or RoBERTa")
+        query = query * (scaling * math.sqrt(query.shape[-1]))  # so that logits are always Q Kᵀ / √d
+        return attend(next(layers), query, key, value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("paper", attention)
+    model.set_attn_implementation("paper")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("eager")
+    if next(layers) == 0:
+        raise UserError(f"model={name!r} does not use transformers' attention interface; use BERT or RoBERTa")
+
+
+def observe(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """The last hidden states, and the queries, keys and values of each layer, (1, h, n, d), on tokens (n,)."""
+    seen = []
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((query, key, value))
+        return full_attention(query, key, value)
+
+    with torch.no_grad(), attention_as(model, name, attend):
+        output = model(ids[None].to(model.device)).last_hidden_state
+    return output, seen
 
 
 def low_rank(probs: Tensor, k: int) -> Tensor:
@@ -53,7 +83,7 @@ def low_rank(probs: Tensor, k: int) -> Tensor:
 
 def linear(query: Tensor, key: Tensor, value: Tensor, E: Tensor, F: Tensor) -> Tensor:
     """Linear attention, P̄ Fᵀ V, with E and F of (n, k) or (h, n, k)."""
-    return scaled_dot_product_attention(query, E.mT @ key, F.mT @ value)
+    return full_attention(query, E.mT @ key, F.mT @ value)
 
 
 def attention_matrix(query: Tensor, key: Tensor) -> Tensor:
@@ -77,7 +107,7 @@ def fit(
     for _ in range(steps):
         rows = torch.randperm(len(query), generator=generator)[:batch].to(query.device)
         inputs = query[rows], key[rows], value[rows]
-        loss = relative_error(linear(*inputs, E, F), scaled_dot_product_attention(*inputs)).mean()
+        loss = relative_error(linear(*inputs, E, F), full_attention(*inputs)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,16 +118,14 @@ def fit(
 def fit_layers(passages: Sequence[Any], k: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
     """E and F of each layer, fitted to passages of which `observe` returned the queries, keys and values."""
     layers = [[torch.cat(own) for own in zip(*layer, strict=True)] for layer in zip(*passages, strict=True)]
-    return [fit(*layer, k, seed=place, **options) for place, layer in enumerate(layers)]
+    return [fit(q, k_, v, k, seed=layer, **options) for layer, (q, k_, v) in enumerate(layers)]
 
 
 def losses(
     model: PreTrainedModel, ids: Tensor, k: int, name: str, fitted: Sequence[tuple[Tensor, Tensor]], steps: int
 ) -> list[dict[str, Any]]:
-    """Relative errors of each way at k, on passages (count, n); `fitted` are E and F fitted to other passages.
-
-    `heads` is the error of PV, averaged over layers, heads and passages, with exact inputs; `model` is the error of the
-    last hidden states if all layers are approximated.
+    """Relative errors of each way at k on passages (count, n): `heads` of PV, with exact inputs, averaged over layers,
+    heads and passages; `model` of the last hidden states if all layers are approximated.
     """
     n, sums = ids.shape[1], dict[str, Tensor]()
     window = window_matrix(n, k, n, model.device)
@@ -114,9 +142,7 @@ def losses(
         for way, approximate in ways.items():
             with torch.no_grad(), attention_as(model, name, approximate):
                 output = model(row[None].to(model.device)).last_hidden_state
-            heads = [
-                relative_error(approximate(i, *own), scaled_dot_product_attention(*own)) for i, own in enumerate(layers)
-            ]
+            heads = [relative_error(approximate(i, *own), full_attention(*own)) for i, own in enumerate(layers)]
             both = torch.stack([torch.cat(heads).mean(), relative_error(output, exact)[0]]).cpu()
             sums[way] = sums.get(way, torch.zeros(2)) + both / len(ids)
     return [{"way": way, "k": k, "heads": float(own[0]), "model": float(own[1])} for way, own in sums.items()]
@@ -127,15 +153,16 @@ def seconds(n: int, projected: Sequence[int], heads: int, d: int, device: Any) -
     query, key, value = torch.randn(3, 1, heads, n, d, device=device)
     projections = {k: torch.randn(n, k, device=device) / n for k in projected}
     ways: dict[str, Callable[[int], Tensor]] = {
-        EXACT: lambda k: scaled_dot_product_attention(query, key, value),
+        EXACT: lambda k: full_attention(query, key, value),
         SVD: lambda k: low_rank(attention_matrix(query, key), k) @ value,
         PROJECTED: lambda k: linear(query, key, value, projections[k], projections[k]),
     }
-    found: dict[str, dict[str, float]] = {way: {} for way in ways}
-    for way, k in itertools.product(ways, projected):
+
+    def time(way: str, k: int) -> float:
         timer = Timer("run(k)", globals={"run": ways[way], "k": k}, num_threads=torch.get_num_threads())
-        found[way][str(k)] = timer.blocked_autorange(min_run_time=0.2).median
-    return found
+        return timer.blocked_autorange(min_run_time=0.2).median
+
+    return {way: {str(k): time(way, k) for k in projected} for way in ways}
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -146,7 +173,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise UserError("model or text is missing: pass an encoder, and files or folders to draw passages from")
     model, tokenizer = attentions.load_encoder(options.model)
     n = options.length or min(512, tokenizer.model_max_length)
-    projected = options.projected or list(dict.fromkeys(max(1, n // part) for part in (16, 8, 4, 2)))
+    projected = whole_numbers("projected", options.projected or ",".join(str(max(1, n // i)) for i in (16, 8, 4, 2)))
     if max(projected) >= n:
         raise UserError(f"projected={max(projected)} must be below length={n}")
     sizes, drawn = [options.passages, options.others], {"seed": options.seed, "text_column": options.text_column}
@@ -164,21 +191,18 @@ def run(options: argparse.Namespace, console: Console) -> None:
             found += losses(model, passages, k, options.model, fitted, options.steps)
         step("times")
         times = seconds(n, projected, heads, model.config.hidden_size // heads, model.device)
-    record = {**report.origin("paper.equation6"), "model": options.model, "n": n, "losses": found, "seconds": times}
-    (options.results / "equation6" / "equation6.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = {**report.origin(), "model": options.model, "n": n, "losses": found, "seconds": times}
+    options.path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def collect(work: Any) -> dict[str, Any]:
     """The numbers of the page: errors and times by way and k."""
-    record = report.read(work.results / "equation6" / "equation6.json")
-    if record is None:
+    if (record := report.read(work.results / "equation6" / "equation6.json")) is None:
         return {"runs": {}}
-    errors: dict[str, dict[int, Any]] = {}
-    for loss in record["losses"]:
-        errors.setdefault(loss["way"], {})[loss["k"]] = loss
+    ways = dict.fromkeys(loss["way"] for loss in record["losses"])
+    errors = {way: {loss["k"]: loss for loss in record["losses"] if loss["way"] == way} for way in ways}
     times = {way: {k: 1000 * own[str(k)] for k in errors[SVD]} for way, own in record["seconds"].items()}
-    runs = {"equation6": {name: record[name] for name in report.ORIGIN}}
-    return {"runs": runs, "model": record["model"], "n": record["n"], "errors": errors, "times": times}
+    return {"runs": {"equation6": record}, "model": record["model"], "n": record["n"], "errors": errors, "times": times}
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> None:
@@ -192,21 +216,17 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
     plots.save(figure, folder / "equation6.png")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the options, measure, and write the page."""
-    parser = report.parser("equation6", TITLE)
-    add = parser.add_argument
+def add_options(add: Callable[..., Any]) -> None:
     add("model", nargs="?", help="folder or hub name of an encoder such as BERT or RoBERTa")
     add("--text", action="append", help="file or folder of text; can be repeated")
-    add("--projected", type=lambda own: whole_numbers("projected", own), help="ranks k (default: n/16 to n/2)")
+    add("--projected", help="ranks k, separated by commas (default: n/16 to n/2)")
     add("--length", type=int, help="tokens of a passage, n (default: 512 or the model's maximum)")
     add("--passages", type=int, default=4, help="passages to measure errors on")
     add("--others", type=int, default=64, help="passages to fit E and F to")
     add("--steps", type=int, default=300, help="steps of each fit")
     add("--seed", type=int, default=0, help="seed of the choice of passages")
     add("--text-column", default="text", help="column of tables that holds the text")
-    report.run("equation6", TITLE, sys.modules[__name__], parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    report.main("equation6")

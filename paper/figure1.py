@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +36,23 @@ def measure(work: Any, console: Console) -> None:
     """Measure each encoder on each text that has no record yet; `work` has `data`, `runs`, `results` and `small`."""
     if work.data is None:
         raise UserError("data is missing: pass the folder of texts with --data DIR")
-    path = work.results / "figure1" / "figure1.json"
+    path, sizes = work.results / "figure1" / "figure1.json", SMALL if work.small else FULL
+    path.parent.mkdir(parents=True, exist_ok=True)
     records = report.read(path) or {}
-    sizes = SMALL if work.small else FULL
     for row, (model, text) in ROWS.items():
         local = work.runs / TWINS[model] if model in TWINS else work.data / "models" / model
         name, out = str(local) if local.is_dir() else MODELS.get(model), work.runs / "spectrum" / row
         if row in records or name is None:
             continue
         options: dict[str, Any] = {"seed": 0, "text_column": "text", "workers": None, "out": out, **sizes}
-        command = report.origin("paper.figure1")["command"]
         try:
-            spectrum.run(name, [str(work.data / TEXTS[text])], command=command, console=console, **options)
+            spectrum.run(name, [str(work.data / TEXTS[text])], command="", console=console, **options)
         except UserError as error:
             console.print(f"{row} is missing: {error}", style="yellow", markup=False)
             continue
-        own = json.loads((out / "spectrum.json").read_text())
-        records[row] = own | {
-            "command": "python -m paper.figure1 --data DIR",
-            "model": MODELS.get(model, model),
-            "texts": [f"DIR/{TEXTS[text]}"],
-        }
+        portable = {"command": "python -m paper.figure1 --data DIR", "model": model, "texts": [f"DIR/{TEXTS[text]}"]}
+        records[row] = json.loads((out / "spectrum.json").read_text()) | portable
         path.write_text("{\n" + ",\n".join(f'"{row}": {json.dumps(own)}' for row, own in records.items()) + "\n}\n")
-
-
-run = measure
 
 
 def collect(work: Any) -> dict[str, Any]:
@@ -75,8 +66,7 @@ def collect(work: Any) -> dict[str, Any]:
             **{"mean": float(shares.mean()), "least": float(shares.min()), "most": float(shares.max())},
             "correlation": float(stats.spearmanr(range(len(shares)), shares.mean(1)).statistic),
         }
-    runs = {row: {name: records[row][name] for name in report.ORIGIN} for row in rows}
-    return {"runs": runs, "rows": rows, "missing_rows": [row for row in ROWS if row not in rows]}
+    return {"runs": records, "rows": rows, "missing_rows": [row for row in ROWS if row not in rows]}
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> None:
@@ -91,14 +81,11 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
     plots.save(figure, folder / "figure1.png")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the options, measure, and write the page."""
-    parser = report.parser("figure1", TITLE)
-    parser.add_argument("--data", type=Path, help="folder of texts, and of encoders in models/")
-    parser.add_argument("--runs", type=Path, default=Path("runs/paper"), help="folder of training runs")
-    parser.add_argument("--small", action="store_true", help="short passages: test the whole path on a CPU")
-    report.run("figure1", TITLE, sys.modules[__name__], parser, arguments)
+def add_options(add: Callable[..., Any]) -> None:
+    add("--data", type=Path, help="folder of texts, and of encoders in models/")
+    add("--runs", type=Path, default=Path("runs/paper"), help="folder of training runs")
+    add("--small", action="store_true", help="short passages: test the whole path on a CPU")
 
 
 if __name__ == "__main__":
-    main()
+    report.main("figure1")

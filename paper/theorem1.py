@@ -7,7 +7,9 @@ vectors has an exact law that takes fewer random numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,22 +17,64 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from .heads import Head, normals
+RANDOM = "random"
+BLOCK = 2**24  # the number of entries of P that exist at once
+PROMISES = (0.5, 0.1, 0.01)  # failure rates; the lemma is tested at each k that promises one
+ROWS = 8  # the number of rows of P to test, if more would show nothing new
 
-# The inequalities of the lemma are tested at each k that promises at most this failure rate.
-PROMISES = (0.5, 0.1, 0.01)
-# The number of rows of P to test, if more would show nothing new.
-ROWS = 8
+
+@dataclass(frozen=True)
+class Head:
+    """One head on one input; `query`, `key` and `value` are (n, d)."""
+
+    name: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def n(self) -> int:
+        return self.value.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.value.shape[1]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Rows of A = Q Kᵀ / √d, (rows, n)."""
+        return self.query[rows] @ self.key.T / math.sqrt(self.d)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """P, a few rows at a time."""
+        for rows in torch.arange(self.n).split(max(1, BLOCK // self.n)):
+            yield self.logits(rows).softmax(-1)
+
+    def entropy(self) -> float:
+        """Mean entropy of the rows of P in nats: log n if attention is uniform, 0 if it is sharp."""
+        return sum(float(torch.special.entr(rows).sum()) for rows in self.blocks()) / self.n
+
+
+def generator(seed: int, *words: object) -> np.random.Generator:
+    """A random stream that depends on these words alone, not on what else is drawn."""
+    return np.random.default_rng([seed, zlib.crc32(repr(words).encode())])
+
+
+def normals(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
+
+def random_head(n: int, d: int, rng: np.random.Generator, mean: float = 0.0) -> Head:
+    """Normal queries, keys and values of unit variance, so that logits have unit variance, too."""
+    query, key, value = (normals(rng, n, d) for _ in range(3))
+    return Head(f"{RANDOM}, values of mean {mean:g}" if mean else RANDOM, query, key, value + mean)
 
 
 def record(
     statement: str, norm: str, head: Head, epsilon: float, demanded: int, bound: float, errors: Tensor, zero: Tensor
 ) -> dict[str, Any]:
-    """How often ‖approximation − exact‖ ≤ ε · norm failed.
+    """How often ‖approximation − exact‖ ≤ ε · norm failed; a bound is contradicted if the 95% interval lies above it.
 
     `errors` and `zero` are the errors of the approximation and of an output of zeros in each draw, divided by the norm.
-    `demanded` is the k that the statement asks for; where it exceeds n, k = n is used. `bound` is the failure rate that
-    the paper allows; it is contradicted if the 95% interval of the rate lies above it.
     """
     failures, draws, bound = int((~(errors <= epsilon)).sum()), len(errors), min(1.0, bound)  # a NaN has failed
     interval = stats.binomtest(failures, draws).proportion_ci(method="wilson")
@@ -65,11 +109,9 @@ def lemma(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.Gene
     only through ρ, and the variance is (1+ρ²)/k.
     """
     pair = torch.arange(draws) % ROWS
-    rows = torch.from_numpy(rng.integers(head.n, size=ROWS))
-    x = head.logits(rows).double().softmax(-1)
+    x = head.logits(torch.from_numpy(rng.integers(head.n, size=ROWS))).double().softmax(-1)
     y = head.value.double()[:, torch.from_numpy(rng.integers(head.d, size=ROWS))].T
-    sizes = x.norm(dim=1) * y.norm(dim=1)
-    cosine = ((x * y).sum(1) / sizes)[pair]
+    cosine = ((x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1)))[pair]
     ones = torch.ones(draws)
     found = []
     for epsilon in epsilons:
@@ -108,11 +150,8 @@ class RandomLowRank:
         self.exact = output[:, : head.d][:, columns]  # (n, draws), Pe
         along = (unit[:, columns] * noise).sum(0)
         self.across = output[:, head.d :] - along * self.exact
-
-    @property
-    def condition(self) -> float:
-        """κ = ‖P‖²‖w‖² / ‖Pw‖², median over columns: the mean square of ‖P̃w − Pw‖ is (1+κ)/k of ‖Pw‖²."""
-        return float((self.sizes.square().sum() / self.exact.square().sum(0)).median())
+        # κ = ‖P‖²‖w‖² / ‖Pw‖², median over columns: the mean square of ‖P̃w − Pw‖ is (1+κ)/k of ‖Pw‖².
+        self.condition = float((self.sizes.square().sum() / self.exact.square().sum(0)).median())
 
     def missed(self, k: int) -> Tensor:
         """P̃e − Pe, (n, draws)."""
@@ -128,11 +167,8 @@ class RandomLowRank:
 
 
 def theorem_1(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    r"""Theorem 1 at its own k, in three norms.
-
-    - |Pw|: its statement, ‖P̃w − Pw‖ ≤ ε‖Pw‖.
-    - |uw|: |uRᵀRw − uw| ≤ ε|uw| for every row u of P, which step (a) of the proof combines.
-    - |u||w|: |uRᵀRw − uw| ≤ ε‖u‖‖w‖ for every row, which is what the lemma gives. This holds.
+    """Theorem 1 at its own k: as stated, ‖P̃w − Pw‖ ≤ ε‖Pw‖; with |uRᵀRw − uw| ≤ ε|uw| for every row u of P, which
+    step (a) of the proof combines; and with ε‖u‖‖w‖ for every row, which the lemma gives.
     """
     drawn = RandomLowRank(head, draws, rng)
     found = []
@@ -141,6 +177,7 @@ def theorem_1(head: Head, epsilons: Sequence[float], draws: int, rng: np.random.
         k = min(demanded, head.n)
         for norm in ("|Pw|", "|uw|", "|u||w|"):
             errors, zero = (drawn.error(each, norm) for each in (drawn.missed(k), drawn.exact))
-            bound = 2 * head.n * tail(epsilon, k)
-            found.append(record("Theorem 1", norm, head, epsilon, demanded, bound, errors, zero))
+            found.append(
+                record("Theorem 1", norm, head, epsilon, demanded, 2 * head.n * tail(epsilon, k), errors, zero)
+            )
     return found

@@ -1,9 +1,4 @@
-r"""Theorem 2: softmax(w Eᵀ) F V with E = δR and F = e^{−δ}R, compared with softmax(w) V; and whether E and F exist.
-
-As δ → 0 (the proof sets δ = 2⁻ⁿ at its start and Θ(1/n) in step (b)), exp(δ x Rᵀ) tends to k ones, so the output tends
-to 1ᵀRV, or 1ᵀRV / k under softmax: noise that does not depend on the query. For any δ the mean over R of
-e^{−δ} exp(δ x Rᵀ) R y is δ e^{−δ + δ²‖x‖²/2k} ⟨x, y⟩: linear in the logits x, where ⟨exp(x), y⟩ is required.
-"""
+"""Theorem 2: softmax(wEᵀ) F V with E = δR and F = e^{−δ}R, compared with softmax(w) V; and whether E and F exist."""
 
 from __future__ import annotations
 
@@ -19,14 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from linformers.projections import window_matrix
 
 from .equation6 import OWN_RATE, attention_matrix, fit, linear, low_rank, relative_error
-from .heads import Head, normals
-from .theorem1 import ROWS, record, tail
+from .theorem1 import ROWS, Head, normals, record, tail
 
-# An error is divided by the theorem's norm, or by the length of the exact output.
-NORMS = ("|s||V|", "|sV|")
+NORMS = ("|s||V|", "|sV|")  # the norm of the theorem, and the length of the exact output
 FORMS = ("exp", "softmax")
-# The errors of random E and F are means over this many draws.
-FIT_DRAWS = 10
+FIT_DRAWS = 10  # draws of E and F in each setting of `existence`
 
 
 def stated_k(n: int, d: int, epsilon: float) -> int:
@@ -42,8 +34,8 @@ def proof_k(n: int, d: int, epsilon: float) -> int:
 class Construction:
     r"""Draws of softmax(δ x Rᵀ) e^{−δ} RV, and of what the proof compares it with, on a few rows x of A.
 
-    All that is needed of R is R [x, V, exp(x), exp(x/n)] = (RQ) T, with Q T the QR decomposition of these d + 3
-    columns. RQ has independent entries from N(0, 1/k), so each of the k rows takes d + 3 random numbers instead of n.
+    All that is needed of R is R [V, x, exp(x)] = (RQ) T, with Q T the QR decomposition of these d + 2 columns. RQ has
+    independent entries from N(0, 1/k), so each of the k rows takes d + 2 random numbers instead of n.
     """
 
     def __init__(self, head: Head, draws: int, rng: np.random.Generator) -> None:
@@ -56,19 +48,16 @@ class Construction:
         self.exact = self.probs @ self.value  # (rows, d)
         weak, strong = self.probs.norm(dim=1) * self.value.norm(), self.exact.norm(dim=1)
         self.scales = {"|s||V|": weak, "|sV|": strong}
+        # μ = √n max‖v‖ / ‖V‖: 1 if all values have the same length.
+        self.flatness = float(math.sqrt(head.n) * self.value.norm(dim=1).max() / self.value.norm())
         self.row = torch.arange(draws) % len(chosen)  # each draw uses one row, so that draws are independent
         self.factors = []
         for x, probs in zip(self.x, self.probs, strict=True):
-            columns = torch.stack([x, probs / probs.norm(), (x / head.n).exp()], 1)
+            columns = torch.stack([x, probs / probs.norm()], 1)
             self.factors.append(torch.linalg.qr(torch.cat([self.value, columns], 1)).R.float())
 
-    @property
-    def flatness(self) -> float:
-        """μ = √n max‖v‖ / ‖V‖: 1 if all values have the same length."""
-        return float(math.sqrt(self.head.n) * self.value.norm(dim=1).max() / self.value.norm())
-
     def rows(self, k: int) -> Iterator[tuple[int, Tensor]]:
-        """The index of a row and R [V, x, …] for its draws of R, (draws, k, d + 3)."""
+        """The index of a row and R [V, x, exp(x)] for its draws of R, (draws, k, d + 2)."""
         for row, factor in enumerate(self.factors):
             count = int((self.row == row).sum())
             yield row, normals(self.rng, count, k, len(factor)) / math.sqrt(k) @ factor
@@ -100,19 +89,14 @@ class Construction:
     def relative(self, errors: Tensor, rows: Tensor) -> dict[str, Tensor]:
         return {norm: errors / scale[rows] for norm, scale in self.scales.items()}
 
-    def step_b(self, k: int, delta: float) -> tuple[float, float]:
-        r"""The medians of what step (b) calls o(‖exp(x)‖), divided by ‖exp(x)‖.
-
-        First ‖exp(δxRᵀ) − exp(x)Rᵀ‖, which the step needs; then ‖exp(δxRᵀ) − exp(δx)Rᵀ‖ at δ = 1/n, which the proof
-        writes.
-        """
-        needed, written = [], []
+    def step_b(self, k: int, delta: float) -> float:
+        """The median of ‖exp(δxRᵀ) − exp(x)Rᵀ‖ / ‖exp(x)‖, which step (b) of the proof needs to be o(1)."""
+        found = []
         for row, drawn in self.rows(k):
             size = self.total[row] + self.probs[row].norm().log()  # log ‖exp(x)‖
-            logits, projected, flat = drawn[..., self.head.d :].double().unbind(-1)
-            needed.append(((delta * logits - size).exp() - projected).norm(dim=1))
-            written.append(((logits / self.head.n).exp() - flat).norm(dim=1) / size.exp())
-        return float(torch.cat(needed).median()), float(torch.cat(written).median())
+            logits, projected = drawn[..., self.head.d :].double().unbind(-1)
+            found.append(((delta * logits - size).exp() - projected).norm(dim=1))
+        return float(torch.cat(found).median())
 
 
 def theorem_2(
@@ -144,8 +128,7 @@ def existence(
 ) -> list[dict[str, Any]]:
     """Relative errors ‖output − PV‖ / ‖PV‖ of E and F fitted to one input, and of alternatives, for each k.
 
-    Fitted E and F show what Theorem 2 claims (for any Q, K, V there are E, F), not what a Linformer needs, which is one
-    E for all inputs. So each fit is also applied to `other`, another input of the same head.
+    A Linformer needs one E for all inputs, so each fit is also applied to `other`, another input of the same head.
     """
     inputs, others = ([own[None, None] for own in (each.query, each.key, each.value)] for each in (head, other))
     probs, exact = attention_matrix(*inputs[:2]), scaled_dot_product_attention(*inputs)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from linformers import plots
 from linformers.analysis import attentions
@@ -18,8 +19,8 @@ from linformers.checks import check_size, fractions, whole_numbers
 from linformers.errors import UserError
 
 from . import report
-from .heads import RANDOM, Head, generator, layer_heads, pick_heads, random_head
-from .theorem1 import RandomLowRank, lemma, theorem_1
+from .equation6 import observe
+from .theorem1 import RANDOM, Head, RandomLowRank, generator, lemma, random_head, theorem_1
 from .theorem2 import Construction, existence, proof_k, theorem_2
 
 TITLE = "Theorems 1 and 2, tested"
@@ -28,6 +29,16 @@ LEMMA_DRAWS = 20000
 DELTAS = (0.0, 0.01, 0.1, 0.3, 1.0, 3.0)  # δ of Theorem 2 besides 1/n; 0 stands for 2⁻ⁿ
 FULL = {"far": (65536, 262144), "fit_length": 512, "fit_steps": 500, "fit_k": (8, 16, 32, 64, 128, 256)}
 QUICK = {"far": (), "fit_length": 128, "fit_steps": 20, "fit_k": (8, 32)}
+
+
+def layer_heads(model: PreTrainedModel, ids: Tensor, layer: int | None, name: str) -> list[Head]:
+    """All heads of a layer, counted from 1, on tokens (n,); without a layer, those of the middle one."""
+    seen = observe(model, ids, name)[1]
+    layer = (len(seen) + 1) // 2 if layer is None else layer
+    if not 1 <= layer <= len(seen):
+        raise UserError(f"layer={layer} must be between 1 and {len(seen)}, the number of layers of model={name!r}")
+    per_head = zip(*(tensor[0].cpu().unbind(0) for tensor in seen[layer - 1]), strict=True)
+    return [Head(f"{name} layer {layer} head {i}", *parts) for i, parts in enumerate(per_head, 1)]
 
 
 def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
@@ -46,8 +57,11 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
         found["records"] += lemma(head, epsilons, LEMMA_DRAWS, rng)
         found["records"] += theorem_1(head, epsilons, draws, rng)
         found["records"] += theorem_2(head, epsilons, draws, rng, deltas)
-        if deltas:
-            found["proof"].append(proof_steps(head, max(epsilons), draws, seed))
+        if deltas:  # what step (b) of Theorem 2 takes to be small, at the proof's k, and κ of Theorem 1
+            k, rng = min(proof_k(head.n, head.d, max(epsilons)), head.n), generator(seed, "steps", head.name, head.n)
+            steps = {"needed": Construction(head, draws, rng).step_b(k, 1 / head.n)}
+            steps |= {"condition": RandomLowRank(head, head.d, rng).condition}
+            found["proof"].append({"inputs": head.name, "n": head.n, "d": head.d, "k": k, **steps})
 
     def fit(head: Head, other: Head) -> None:
         show(f"{head.name}, fits")
@@ -62,18 +76,19 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
         head = drawn(n, max(options.dims))
         found["records"] += theorem_2(head, epsilons, draws, generator(seed, "far", head.name, n, head.d))
     if options.model is not None:
-        name = options.model.name
         model, tokenizer = attentions.load_encoder(str(options.model))
-        most = min(longest, tokenizer.model_max_length)
+        most, name = min(longest, tokenizer.model_max_length), options.model.name
         passages = attentions.passages(options.text, tokenizer, most, 2)
         attentions.check_full_attention(model, passages, name)
         if most < longest:
             found["limits"].append(f"{name} accepts n = {most:,} tokens, so its heads are tested up to this length.")
         lengths, fit_length = [n for n in options.lengths if n <= most] or [most], min(fit_length, most)
-        for kind, place in pick_heads(layer_heads(model, passages[0], options.layer, name)).items():
+        heads = layer_heads(model, passages[0], options.layer, name)
+        order = sorted(range(len(heads)), key=lambda i: heads[i].entropy())
+        for kind, place in (("sharpest", order[0]), ("median", order[len(order) // 2]), ("most diffuse", order[-1])):
             inputs = [passages[0, :n] for n in lengths] + [own[:fit_length] for own in (passages[0], passages[-1])]
-            heads = [layer_heads(model, ids, options.layer, name)[place] for ids in inputs]
-            *tested, head, other = (replace(own, name=f"{own.name} ({kind})") for own in heads)
+            chosen = (layer_heads(model, ids, options.layer, name)[place] for ids in inputs)
+            *tested, head, other = (replace(own, name=f"{own.name} ({kind})") for own in chosen)
             for own in tested:
                 test(own, DELTAS if own.n == lengths[-1] else ())
             fit(head, other)
@@ -81,19 +96,11 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
     return found
 
 
-def proof_steps(head: Head, epsilon: float, draws: int, seed: int) -> dict[str, Any]:
-    """What step (b) of Theorem 2 takes to be small, at the proof's k; κ of Theorem 1; and μ of V."""
-    rng = generator(seed, "steps", head.name, head.n, head.d)
-    k, drawn = min(proof_k(head.n, head.d, epsilon), head.n), Construction(head, draws, rng)
-    needed, written = drawn.step_b(k, 1 / head.n)
-    condition = RandomLowRank(head, head.d, rng).condition
-    steps = {"needed": needed, "written": written, "flatness": drawn.flatness, "condition": condition}
-    return {"inputs": head.name, "n": head.n, "d": head.d, "k": k, **steps}
-
-
 def run(options: argparse.Namespace, console: Console) -> None:
     """Test everything and write `theorems.json`, with one line for each record."""
     check_size("draws", options.draws)
+    options.lengths, options.dims = (whole_numbers(name, getattr(options, name)) for name in ("lengths", "dims"))
+    options.epsilon = fractions("epsilon", options.epsilon)
     if min(options.dims) < 2 or min(options.lengths) < 8:
         raise UserError(f"dims={min(options.dims)} must be at least 2 and lengths={min(options.lengths)} at least 8")
     if not all(0 < epsilon < 1 for epsilon in options.epsilon):
@@ -106,11 +113,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     with console.status("testing") as status:
         found = explore(options, status.update)
     records = found.pop("records")
-    whole = {**report.origin("paper.theorems"), "seed": options.seed, "draws": options.draws, **found}
+    whole = {**report.origin(), "seed": options.seed, "draws": options.draws, **found}
     text = json.dumps({**whole, "columns": list(records[0]), "records": []}, indent=1, ensure_ascii=False)
     lines = ",\n".join("  " + json.dumps(list(own.values()), ensure_ascii=False) for own in records)
-    path = options.results / "theorems" / "theorems.json"
-    path.write_text(text.replace('"records": []', f'"records": [\n{lines}\n ]') + "\n", encoding="utf-8")
+    options.path.write_text(text.replace('"records": []', f'"records": [\n{lines}\n ]') + "\n", encoding="utf-8")
 
 
 def pick(records: Iterable[Mapping[str, Any]], statement: str, *norms: str) -> list[Any]:
@@ -120,8 +126,7 @@ def pick(records: Iterable[Mapping[str, Any]], statement: str, *norms: str) -> l
 
 def collect(work: Any) -> dict[str, Any]:
     """The numbers of the page and the figure, from `theorems.json`."""
-    whole = report.read(work.results / "theorems" / "theorems.json")
-    if whole is None:
+    if (whole := report.read(work.results / "theorems" / "theorems.json")) is None:
         return {"runs": {}}
     records = [dict(zip(whole["columns"], row, strict=True)) for row in whole["records"]]
     for own in records:
@@ -129,25 +134,21 @@ def collect(work: Any) -> dict[str, Any]:
     last: dict[str, Any] = {}  # Theorem 1 by input, at the largest n, d and ε
     for own in sorted(pick(records, "Theorem 1", "|Pw|"), key=lambda own: (own["n"], own["d"], own["epsilon"])):
         last[own["inputs"]] = own
-    runs = {"theorems": {name: whole[name] for name in report.ORIGIN}}
-    parts = {name: whole[name] for name in ("draws", "fits", "proof", "limits")}
-    return {"runs": runs, **parts, "records": records, "pick": pick, "theorem_1": list(last.values())}
+    return {**whole, "runs": {"theorems": whole}, "records": records, "pick": pick, "theorem_1": list(last.values())}
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> None:
     """Errors of both theorems against n, at the largest ε and d."""
-    epsilon, d = (max(own[name] for own in record["records"]) for name in ("epsilon", "d"))
+    epsilon, d = (max(own[name] for own in record["records"] if not own["real"]) for name in ("epsilon", "d"))
     records = [own for own in record["records"] if own["epsilon"] == epsilon and (own["d"] == d or own["real"])]
     first: dict[str, list[tuple[float, float]]] = {}
     for own in pick(records, "Theorem 1", "|Pw|"):
         first.setdefault(own["inputs"], []).append((own["n"], own["error"]))
     random = [own for own in records if own["inputs"] == RANDOM]
-    stated = pick([own for own in random if own["limit"]], "Theorem 2, softmax, stated", "|s||V|")
+    stated, kept = (pick(random, name, "|s||V|") for name in ("Theorem 2, softmax, stated", "k tokens kept"))
     second = {
         "E, F of Theorem 2": [(own["n"], own["error"]) for own in stated],
-        "k random tokens": [
-            (own["n"], own["error"]) for own in pick(random, "k tokens kept", "|s||V|") if own["k"] < own["n"]
-        ],
+        "k random tokens": [(own["n"], own["error"]) for own in kept if own["k"] < own["n"]],
         "zeros": [(own["n"], own["zero"]) for own in stated],
     }
     figure, axes = plots.new_figure(2, 9.6, 4)
@@ -158,22 +159,17 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
     plots.save(figure, folder / "theorems.png")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the options, test, and write the page."""
-    parser = report.parser("theorems", TITLE)
-    add = parser.add_argument
+def add_options(add: Callable[..., Any]) -> None:
     add("--model", type=Path, help="folder of an encoder whose heads are tested, too")
     add("--text", type=Path, help="file or folder of text for the encoder")
     add("--layer", type=int, help="its layer, from 1 (default: the middle one)")
-    lengths = "128,256,512,1024,2048,4096,8192,16384"
-    add("--lengths", type=lambda own: whole_numbers("lengths", own), default=lengths, help="lengths n")
-    add("--dims", type=lambda own: whole_numbers("dims", own), default="32,64", help="channels d of random heads")
-    add("--epsilon", type=lambda own: fractions("epsilon", own), default="0.1,0.2,0.5", help="errors ε")
+    add("--lengths", default="128,256,512,1024,2048,4096,8192,16384", help="lengths n, separated by commas")
+    add("--dims", default="32,64", help="channels d of random heads, separated by commas")
+    add("--epsilon", default="0.1,0.2,0.5", help="errors ε, separated by commas")
     add("--draws", type=int, default=200, help="draws of R in each setting")
     add("--seed", type=int, default=0, help="seed of all draws")
     add("--quick", action="store_true", help="few lengths, draws and steps: a test in seconds")
-    report.run("theorems", TITLE, sys.modules[__name__], parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    report.main("theorems")

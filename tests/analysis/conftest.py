@@ -5,30 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    DistilBertModel,
-    FNetConfig,
-    FNetModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaModel,
-    ModernBertConfig,
-    ModernBertModel,
-    MPNetConfig,
-    MPNetModel,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaModel,
-    T5Config,
-    T5Model,
-)
 
 from linformers import LinformerConfig, LinformerModel
 
@@ -49,31 +27,30 @@ def tokenizer(known=WORDS):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}  # as BERT's has
-    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **special)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **special)
 
 
 def encoder(kind):
     torch.manual_seed(0)
     config = {**SIZES, "max_position_embeddings": 40}
     model = {
-        "bert": lambda: BertModel(BertConfig(**config)),
-        "roberta": lambda: RobertaModel(RobertaConfig(**config)),
-        "mpnet": lambda: MPNetModel(MPNetConfig(**config)),
-        "distilbert": lambda: DistilBertModel(
-            DistilBertConfig(vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40)
+        "bert": lambda: hf.BertModel(hf.BertConfig(**config)),
+        "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**config)),
+        "mpnet": lambda: hf.MPNetModel(hf.MPNetConfig(**config)),
+        "distilbert": lambda: hf.DistilBertModel(
+            hf.DistilBertConfig(
+                vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40
+            )
         ),
-        "fnet": lambda: FNetModel(
-            FNetConfig(vocab_size=100, hidden_size=16, num_hidden_layers=2, intermediate_size=16)
-        ),
-        "albert": lambda: AlbertModel(AlbertConfig(embedding_size=16, **config)),
-        "llama": lambda: LlamaModel(LlamaConfig(**config)),
+        "albert": lambda: hf.AlbertModel(hf.AlbertConfig(embedding_size=16, **config)),
+        "llama": lambda: hf.LlamaModel(hf.LlamaConfig(**config)),
         "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
         "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
-        "modernbert": lambda: ModernBertModel(
-            ModernBertConfig(**config, local_attention=8, pad_token_id=3, bos_token_id=1, eos_token_id=2)
+        "modernbert": lambda: hf.ModernBertModel(
+            hf.ModernBertConfig(**config, local_attention=8, pad_token_id=3, bos_token_id=1, eos_token_id=2)
         ),
-        "t5": lambda: T5Model(T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
-        "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),
+        "t5": lambda: hf.T5Model(hf.T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
+        "gpt2": lambda: hf.GPT2Model(hf.GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),
     }[kind]()
     for parameter in model.parameters():  # far from uniform attention
         if parameter.dim() == 2:

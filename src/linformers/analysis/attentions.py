@@ -27,19 +27,17 @@ POOL_TOKENS = 2**21
 def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
     """Load an encoder and its tokenizer from a folder or the hub, in float32 with eager attention."""
     config, tokenizer = load_config(name)
-    with _loading(name):
+    with _loading(name, OSError, KeyError):
         model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager", dtype=torch.float32)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval(), tokenizer
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 
 
 def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
     """Load the config and tokenizer of an encoder; `tokenizer.model_max_length` is what the model accepts."""
-    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_a_path and not Path(name).is_dir():
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # not a hub name either
         raise UserError(f"model={name!r} is not a folder")
     check_no_run("model", Path(name))
-    with _loading(name):
+    with _loading(name, OSError, KeyError, ValueError):
         config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"model={name!r} is an encoder-decoder; use an encoder, where every query sees every key")
@@ -47,18 +45,17 @@ def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
     words, rows = len(tokenizer), getattr(config, "vocab_size", None) or 0
     if words < min(1000, rows / 10):
         raise UserError(
-            f"model={name!r} has a tokenizer of {words} tokens but a vocabulary of {rows}; save the tokenizer it was "
-            "trained with in the same folder"
+            f"model={name!r} has a tokenizer of {words} tokens but a vocabulary of {rows}; save its own there"
         )
     tokenizer.model_max_length = _max_length(config, tokenizer)
     return config, tokenizer
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _loading(name: str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (OSError, KeyError, ValueError) as error:  # what transformers raises for bad folders and names
+    except errors as error:
         reason = str(error).splitlines()[0]
         problem = "cannot be loaded" if Path(name).is_dir() else "is not a folder and could not be fetched from the hub"
         raise UserError(f"model={name!r} {problem}: {reason}") from None
@@ -145,20 +142,12 @@ def check_full_attention(model: PreTrainedModel, ids: Tensor, name: str) -> tupl
     kinds = getattr(model.config, "layer_types", None) or ["sliding" if window else "full"]
     if any("sliding" in kind for kind in kinds) and (window is None or window < length - 1):
         raise UserError(f"model={name!r} has layers with a sliding window; use an encoder with full attention")
-    shapes: list[torch.Size] = []
-    causal: list[bool] = []
-
-    def look(layer: int, probs: Tensor) -> None:
-        shapes.append(probs.shape)
-        causal.append(not probs.triu(1).any())
-
-    with torch.no_grad(), WatchAttention(look, length):
+    seen: list[tuple[int, bool]] = []  # the number of heads, and whether no query sees a later key
+    watch = WatchAttention(lambda layer, probs: seen.append((probs.shape[1], not probs.triu(1).any())), length)
+    with torch.no_grad(), watch:
         model(ids[:1].to(model.device))
-    if not shapes:
-        raise UserError(
-            f"model={name!r} computes no attention of {length} by {length} tokens; use an encoder with full attention, "
-            "such as RoBERTa"
-        )
-    if any(causal):
+    if not seen:
+        raise UserError(f"model={name!r} computes no attention of {length} by {length} tokens; use one like RoBERTa")
+    if any(causal for _, causal in seen):
         raise UserError(f"model={name!r} is causal: its queries see no later keys; use an encoder")
-    return len(shapes), shapes[0][1]
+    return len(seen), seen[0][0]

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .. import LinformerConfig
-from ..checks import check_choice, check_share, make_folder
+from ..checks import check_choice, check_share
 from ..config import SHARINGS
 from ..errors import UserError
 from ..provenance import commit, environment
@@ -24,8 +24,6 @@ from . import attentions, spectrum
 
 STEP = 8  # k is rounded up to a multiple of this, where it is free
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
-KINDS = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first", "hidden_dropout_prob")
-
 Lengths = list[int] | list[list[int]]
 
 
@@ -93,23 +91,19 @@ def run(
     console: Console,
     **sampling: Any,
 ) -> Lengths:
-    """Choose k and write `choose-k.json` and `config.json` (a `LinformerConfig`) to `out`, beside the spectrum.
-
-    `sampling` (sentences, seed, text_column) is passed to `spectrum.run`.
-    """
+    """Choose k and write `choose-k.json` and `config.json` to `out`; `sampling` is passed to `spectrum.run`."""
     check_choice("per", per, ("layer", "head"))
     check_choice("sharing", sharing, SHARINGS)
     if (energy is None) == (budget is None):
         raise UserError(f"energy={energy} and budget={budget}: give exactly one of them")
-    make_folder("out", out)
     encoder, tokenizer = attentions.load_config(model)
     length = length or min(512, tokenizer.model_max_length)
     if energy is not None:
         check_share("energy", energy)
     elif not 1 <= (budget or 0) < length:
         raise UserError(f"budget={budget} must be at least 1 and below length={length}")
-    files: dict[str, Any] = {"out": out, "command": command, "console": console}
-    measured = spectrum.run(model, text, length=length, at=None, workers=None, **sampling, **files).energy
+    sampling |= {"length": length, "at": None, "workers": None}
+    measured = spectrum.run(model, text, out=out, command=command, console=console, **sampling).energy
     if energy is not None:
         chosen, share = choose(measured, energy, per=per, sharing=sharing), energy
     else:
@@ -126,30 +120,28 @@ def run(
         kept = kept_energy(lengths, measured)
         table.add_row(name, f"{np.mean(lengths):.1f}", f"{kept.mean():.4f}", f"{kept.min():.4f}")
     console.print(table)
-    console.print(f"Each {per} keeps at least {share:.4f} of its energy with k = {chosen}.", highlight=False)
-    console.print("config.json is a LinformerConfig. To train such a model:")
-    console.print(training_command(fields, chosen), highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"Each {per} keeps {share:.4f} of its energy or more with k = {chosen}. To train it:", highlight=False
+    )
+    fields |= {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
+    names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
+    changes = shlex.join(f"model.{own}={fields[own]}" for own in names)
+    console.print(
+        f"linformers pretrain RECIPE data=DATA out=OUT {changes}", highlight=False, markup=False, soft_wrap=True
+    )
     config.save_pretrained(out)
-    origin = {"command": command, "commit": commit(), **environment(), "model": model}
-    record = {**origin, "share": share, "per": per, "sharing": sharing, "choices": choices}
+    how = {"model": model, "share": share, "per": per, "sharing": sharing, "choices": choices}
+    record = {"command": command, "commit": commit(), **environment(), **how}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
     return chosen
 
 
 def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the sizes and special tokens of an encoder as fields of a `LinformerConfig`."""
-    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *KINDS, "attention_probs_dropout_prob")}
+    others = "vocab_size hidden_act layer_norm_eps norm_first hidden_dropout_prob attention_probs_dropout_prob"
+    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *others.split())}
     fields["intermediate_size"] = fields["intermediate_size"] or getattr(encoder, "hidden_dim", 4 * encoder.hidden_size)
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, bert_name in (("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")):
-        own = getattr(tokenizer, name)
-        fields[name] = getattr(tokenizer, bert_name) if own is None else own
+        fields[name] = getattr(tokenizer, bert_name if getattr(tokenizer, name) is None else name)
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def training_command(fields: dict[str, Any], chosen: Lengths) -> str:
-    """Return the command that trains the chosen model with any recipe."""
-    fields = fields | {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
-    names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
-    changes = [f"model.{name}={fields[name]}" for name in names]
-    return shlex.join(["linformers", "pretrain", "RECIPE", "data=DATA", "out=OUT", *changes])

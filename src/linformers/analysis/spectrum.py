@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,20 +34,13 @@ def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
     They are the square roots of the eigenvalues of $P P^T$, which takes half the time of an SVD and, in float64, loses
     only values below $10^{-8}$ of the largest. eigvalsh reads the lower triangle alone, so only that is computed.
     """
-    n = matrices.shape[-2]
-    precise = matrices.double()
+    n, precise = matrices.shape[-2], matrices.double()
     products = precise.new_zeros(*matrices.shape[:-1], n)
     for start in range(0, n, block):
         end = start + block
         products[..., start:end, :end] = precise[..., start:end, :] @ precise[..., :end, :].mT
     values = torch.linalg.eigvalsh(products.cpu())  # on a GPU, torch decomposes one matrix after the other
     return values.clamp(min=0).sqrt().flip(-1)[..., : min(matrices.shape[-2:])]
-
-
-def cumulative_share(values: np.ndarray) -> np.ndarray:
-    """Return the share of the first i values in the sum of all, for each i."""
-    sums = values.cumsum(-1)
-    return sums / sums[..., -1:]
 
 
 @dataclass(frozen=True)
@@ -62,14 +55,15 @@ class Spectrum:
 
     def record(self, at: int) -> dict[str, Any]:
         """Summarize as json: each head at `at` (layers, heads), means over heads (layers, n), and each head's curve."""
-        series = {name: getattr(self, name) for name in ("cumulative", "cumulative_std", "energy")}
-        heads = {f"{name}_at": array[:, :, at - 1].tolist() for name, array in series.items()}
-        layers = {f"{name}_by_layer": np.round(array.mean(1), 6).tolist() for name, array in series.items()}
-        curves = np.round(self.cumulative, 4).tolist()
-        return {"sentences": self.sentences, "at": at, **heads, **layers, "cumulative": curves}
+        series = {"cumulative": self.cumulative, "cumulative_std": self.cumulative_std, "energy": self.energy}
+        heads = {f"{name}_at": own[:, :, at - 1].tolist() for name, own in series.items()}
+        layers = {f"{name}_by_layer": np.round(own.mean(1), 6).tolist() for name, own in series.items()}
+        curves = {"cumulative": np.round(self.cumulative, 4).tolist()}
+        return {"sentences": self.sentences, "at": at, **heads, **layers, **curves}
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Streaming statistics by Welford's method; `squares` is the sum of squared deviations from the mean."""
 
     count: int = 0
@@ -115,8 +109,7 @@ def measure(
 
     `workers` threads decompose matrices, by default one for each core. Progress is saved to `state_file`; if it exists,
     the measurement resumes from it, and if it has more passages than requested, the result covers all of them.
-    `on_passage` is called with the number of finished passages, at the start and after each. Errors call the model
-    `name`.
+    `on_passage` is called with the number of finished passages, at the start and after each.
     """
     attentions.check_full_attention(model, passages, name)
     found, seen, key, saved = Moments(), passages.numpy(), fingerprint(model), time.monotonic()
@@ -128,8 +121,9 @@ def measure(
     def finish_passage() -> None:
         nonlocal found, saved
         values = np.stack([[head.result() for head in layer] for layer in pending.pop(0)])
+        sums = values.cumsum(-1), (values**2).cumsum(-1)
         # One assignment, so that an interrupt leaves no passage half added.
-        found = found.add(np.stack([values, cumulative_share(values), cumulative_share(values**2)]))
+        found = found.add(np.stack([values, *(own / own[..., -1:] for own in sums)]))
         on_passage(found.count)
         if state_file is not None and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
             save_state(state_file, key, seen, found)
@@ -165,8 +159,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Hash the weights of a model."""
     digest = hashlib.blake2b(digest_size=16)
     for key, weight in model.state_dict().items():
-        digest.update(key.encode())
-        digest.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().data if weight.numel() else b"")
+        digest.update(key.encode() + weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -203,22 +196,15 @@ def run(
         passages = attentions.passages(text, tokenizer, length, sentences, seed=seed, text_column=text_column)
     if len(passages) < sentences:
         console.print(f"The text has only {len(passages)} passages of {length} tokens", highlight=False)
-
-    done = 0
-    with progress(console) as bars, stoppable(console, lambda: f"Stopped after {done} passages; run again to resume"):
+    with progress(console) as bars:
         task = bars.add_task("passages", total=len(passages))
-
-        def show(finished: int) -> None:
-            nonlocal done
-            done = finished
-            bars.update(task, completed=done)
-
-        state_file = out / "state.npz"
-        spectrum = measure(encoder, passages, name=model, workers=workers, state_file=state_file, on_passage=show)
-    lines = summary(spectrum, at)
-    for line in lines:
-        console.print(line, highlight=False)
-    record = {**origin, **spectrum.record(at), "summary": lines}
+        options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
+        with stoppable(
+            console, lambda: f"Stopped after {bars.tasks[task].completed:.0f} passages; run again to resume"
+        ):
+            spectrum = measure(encoder, passages, **options, on_passage=lambda done: bars.update(task, completed=done))
+    record = {**origin, **spectrum.record(at), "summary": summary(spectrum, at)}
+    console.print(*record["summary"], sep="\n", highlight=False)
     (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     figure, axes = plots.new_figure(2, 7.6, 3.7)
     draw(record, *axes)
@@ -236,8 +222,7 @@ def summary(spectrum: Spectrum, at: int) -> list[str]:
         f"of their squares, over {spectrum.sentences} passages."
     ]
     if len(shares) > 2:
-        ranks = shares.mean(1).argsort().argsort()
-        correlation = np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]
+        correlation = np.corrcoef(np.arange(len(shares)), shares.mean(1).argsort().argsort())[0, 1]
         verdict = "have" if correlation > 0.5 else "do not have"
         lines.append(f"Higher layers {verdict} lower rank: rank correlation of layer and share {correlation:.2f}.")
     return lines
