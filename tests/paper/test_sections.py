@@ -1,7 +1,6 @@
 """From raw text to the page of results, with tiny models; and the verdicts on the paper's claims."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -9,26 +8,13 @@ import pytest
 import torch
 from paper.experiments import Workspace
 from paper.jobs import ORIGIN, write_records
+from paper.overview import BASELINE, times
 
 from linformers import plots
 from linformers.errors import UserError
-from paper import (
-    chosen_k,
-    experiments,
-    figure3,
-    long,
-    overview,
-    page,
-    quality,
-    recall,
-    sections,
-    table1,
-    table2,
-    table3,
-)
+from paper import chosen_k, experiments, figure3, long, page, quality, recall, sections, table1, table2, table3
 
 ROOT = Path(__file__).parents[2]
-TRAINED = (figure3, table2, quality, recall, chosen_k, long)
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +39,8 @@ def write_runs(folder, section, runs):
     write_records(path, before | {name: {**origin, "result": result} for name, result in runs.items()})
 
 
-def tuned(accuracy, deviation=0.01, **more):
-    seeds = [{"accuracy": accuracy, "validation_accuracy": accuracy}]
-    return {"accuracy": [accuracy, deviation], "seeds": seeds, "note": "", **more}
+def tuned(accuracy):
+    return {"accuracy": [accuracy, 0.01], "seeds": [{"accuracy": accuracy, "validation_accuracy": accuracy}]}
 
 
 def text_of(module, folder):
@@ -70,19 +55,17 @@ def test_one_cell_of_figure_3(data, tmp_path, capsys):
     arguments = ("figure3", tmp_path, "--data", data, "--small", "--only", "n512-k128-w32")
     assert run(*arguments) == 0
     records = json.loads((tmp_path / "results" / "figure3" / "runs.json").read_text())
-    assert records.keys() == {"n512-k128-w32"}
-    record = records["n512-k128-w32"]
+    ((name, record),) = records.items()
+    assert name == "n512-k128-w32"
     assert [step for step, _ in record["result"]["curve"]] == [4, 8]
     assert record["description"]["recipe"]["model"]["local_window"] == 4
     text = (tmp_path / "results" / "results.md").read_text()
     assert text.startswith("# A test of the whole path")
     assert f"| missing | missing | missing | missing | {record['result']['perplexity']:.1f} |" in text
     assert "“Better with k”" not in text
-    links = [link for link in re.findall(r"\]\((.+?)\)", text) if link.endswith(".png")]
-    assert "figure3/figure3.png" in links
-    assert all((tmp_path / "results" / link).stat().st_size > 1000 for link in links)
-    kept = [path.read_text() for path in (tmp_path / "results").rglob("*.*") if path.suffix in (".json", ".md")]
-    assert not any(str(data) in own for own in kept)
+    assert "](figure3/figure3.png)" in text
+    assert (tmp_path / "results" / "figure3" / "figure3.png").stat().st_size > 1000
+    assert str(data) not in text + json.dumps(records)
     capsys.readouterr()
     assert run(*arguments) == 0
     assert "1 of 1 runs are recorded" in capsys.readouterr().out
@@ -93,7 +76,7 @@ def test_one_cell_of_figure_3(data, tmp_path, capsys):
     ("section", "only", "runs"),
     [
         (recall, ["k128-w32-s0"], {"k128-w32-s0"}),
-        (chosen_k, [], {"choice", "uniform", "chosen"}),  # which are known when the twin is trained
+        (chosen_k, [], {"choice", "chosen"}),  # which are known when the twin is trained
         (long, ["Linformer-k256*"], {"Linformer-k256", "Linformer-k256-masked-bytes", "Linformer-k256-pretrained"}),
         (table2, ["n512-twin", "n512-twin-imdb"], {"n512-twin-imdb"}),
     ],
@@ -158,7 +141,7 @@ def test_a_corpus_of_other_text_is_refused(data, tmp_path):
         experiments.corpus(Workspace(tmp_path, tmp_path / "runs", small=True), "wiki")
 
 
-@pytest.mark.parametrize("section", TRAINED, ids=lambda own: own.__name__)
+@pytest.mark.parametrize("section", [figure3, table2, quality, recall, chosen_k, long])
 def test_recorded_runs_are_not_repeated(section, tmp_path, monkeypatch):
     """Every run has its own name and hash, and those of the repository are known by theirs."""
     work = Workspace(tmp_path, tmp_path / "runs")
@@ -196,24 +179,26 @@ def test_claims_of_figure_3(tmp_path):
     ends = {"n512-twin": 40, "n512-k64-layerwise": 80, "n512-k128-layerwise": 60, "n512-k256-layerwise": 41}
     ends |= {"n1024-twin": 50, "n1024-k128-layerwise": 76, "n1024-k256-layerwise": 52, "n4096-k256-layerwise": 90}
     write_runs(tmp_path, "figure3", {name: {"curve": [[1, 150.0], [2, float(end)]]} for name, end in ends.items()})
-    text = text_of(figure3, tmp_path)
-    assert "“Better with k” at n = 512 is confirmed" in text
-    assert "n = 512, k = 128, the paper's cell, is not seen at this budget: 1.50 times" in text
-    assert "n = 1024, k = 256, the paper's cell, is confirmed: 1.04 times" in text
-    assert "at k = 256 is confirmed: 1.02 at n = 512, 1.04 at n = 1024." in text
-    assert "n = 4096 did not leave the plateau" in text
-    assert "“k, not n/k, decides” at k = 128 is confirmed: from n = 512 to 1024 the ratio to the twin goes" in text
-    assert "from 1.50 to 1.52 at the same k, and from 2.00 to 1.52 at the same n/k" in text
-    assert "| Transformer twin | 40.0 | 50.0 | missing | missing |" in text
-    assert "Sharing costs little" not in text
+    record = figure3.collect(Workspace(results=tmp_path))
+    claims, seen, unseen = record["claims"], "confirmed", "not seen at this budget"
+    assert claims["better_with_k"]["verdict"] == seen
+    assert [own["verdict"] for own in claims["on_par"]] == [unseen, seen, seen]  # of which two are the paper's
+    assert [(own["k"], own["verdict"], len(own["ratios"])) for own in claims["length"]] == [
+        (256, seen, 2),
+        (128, seen, 2),
+    ]
+    assert [own["verdict"] for own in claims["k_decides"]] == [seen, seen]
+    assert claims["k_decides"][0]["same_ratio"] == (2.0, 1.52)
+    assert claims["sharing"] is None
+    assert record["stuck"] == ["n=4096"]
     write_runs(tmp_path, "figure3", {"n512-k128-layerwise": {"curve": [[2, 90.0]]}})
-    assert "“Better with k” at n = 512 is not seen" in text_of(figure3, tmp_path)
+    assert figure3.collect(Workspace(results=tmp_path))["claims"]["better_with_k"]["verdict"] == unseen
 
 
 def test_no_two_models_of_a_figure_look_the_same(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
-    for section in (quality, overview, figure3):
+    for section in sections.load(("quality", "overview", "figure3")).values():
         section.draw(section.collect(Workspace()), tmp_path)
     for axes in [axes for figure in figures for axes in figure.axes]:
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.get_lines()]
@@ -226,15 +211,14 @@ def test_no_two_models_of_a_figure_look_the_same(tmp_path, monkeypatch):
 def test_claims_of_table_2(tmp_path):
     for variant, accuracy in {"n512-twin": 0.9, "n512-k256-layerwise": 0.897, "n512-k128-w32": 0.91}.items():
         write_runs(tmp_path, "table2", {f"{variant}-{task}": tuned(accuracy) for task in experiments.TASKS})
-    text = text_of(table2, tmp_path)
-    assert "“Comparable downstream” is confirmed: the best Linformer without a window (Linformer, 256, shared" in text
-    assert "| 512 | Transformer twin | 90.0 ± 1.0 (93.1) |" in text
+    comparable = table2.collect(Workspace(results=tmp_path))["claims"]["comparable"]
+    assert (comparable["verdict"], comparable["best"]) == ("confirmed", (512, "Linformer, 256, shared kv, layer"))
     write_runs(tmp_path, "figure3", {"n512-twin": {"perplexity": 18.1}, "n512-twin-repeated": {"perplexity": 18.2}})
     write_runs(tmp_path, "table2", {"n512-twin-qnli-half-rate": tuned(0.96)})
-    text = text_of(table2, tmp_path)
-    assert "With the best of these its average is 91.50" in text
-    assert "“Comparable downstream” is not seen at this budget" in text
-    assert "Transformer twin (n = 512) 18.10 and 18.20" in text
+    record = table2.collect(Workspace(results=tmp_path))
+    assert record["claims"]["twin"] == pytest.approx(91.5)  # at the best of its rates
+    assert record["claims"]["comparable"]["verdict"] == "not seen at this budget"
+    assert list(record["repeated"].values()) == [[18.1, 18.2]]
 
 
 def test_differences_below_the_noise_decide_nothing():
@@ -256,20 +240,16 @@ def test_differences_below_the_noise_decide_nothing():
 
 
 def test_the_best_trial_is_chosen_on_the_validation_set(tmp_path):
-    write_runs(tmp_path, "long", {"Linformer-k128-w32": tuned(0.64, None)})
-    for rate, tested, validated in ((0.0001, 0.61, 0.65), (0.001, 0.67, 0.62)):
-        own = {"accuracy": [tested, None], "seeds": [{"validation_accuracy": validated}]}
-        write_runs(tmp_path, "long", {f"Linformer-k128-w32-rate-{rate:g}": own})
-    stopped = {"seeds": [{"validation_accuracy": 0.7}], "stopped_after": 8}
-    write_runs(tmp_path, "long", {"Linformer-k128-w4": {"accuracy": [0.68, None], **stopped}})
-    write_runs(tmp_path, "long", {"Linformer-k128-w2-4-8-32": {"accuracy": None, **stopped}})
+    def trial(tested, validated, **more):
+        return {"accuracy": tested and [tested, None], "seeds": [{"validation_accuracy": validated}], **more}
+
+    rates = {"": trial(0.64, 0.64), "-rate-0.0001": trial(0.61, 0.65), "-rate-0.001": trial(0.67, 0.62)}
+    write_runs(tmp_path, "long", {f"Linformer-k128-w32{suffix}": own for suffix, own in rates.items()})
+    write_runs(tmp_path, "long", {"Linformer-k128-w4": trial(0.68, 0.7, stopped_after=8)})
+    write_runs(tmp_path, "long", {"Linformer-k128-w2-4-8-32": trial(None, 0.7, stopped_after=8)})
     text = text_of(long, tmp_path)
     assert "| Linformer k=128 w=32 | – | 61.0 (best of 3) |" in text
-    assert "Linformer k=128 w=32, from scratch: 61.0, below the Transformer's published 64.27." in text
-    assert "68.0, above the Transformer's published 64.27. The run was cut off after 8 of 12 epochs." in text
-    assert (
-        "| 12 | 0.0005 | 0.1 | missing | missing | 64.0 (64.0) | 68.0 (70.0; 8 epochs) | – (70.0; 8 epochs) |" in text
-    )
+    assert "| 0.0005 | 0.1 | missing | missing | 64.0 (64.0) | 68.0 (70.0; 8 epochs) | – (70.0; 8 epochs) |" in text
     assert "| Linformer k=128 w=2-4-8-32 | – | cut off |" in text
 
 
@@ -284,9 +264,9 @@ def test_secrets(data):
     found = recall.examples([data / "wiki"], sizes, seed=0)
     assert [sum(own["label"] == secret for own in found) for secret in recall.SECRETS] == [6] * 8
     for own in found:
-        before, after = own["text"].split(f"The secret word is {own['label']}.")
-        assert 30 <= len(before.split()) <= 40
-        assert len(before.split()) + len(after.split()) == 50
+        before, after = (part.split() for part in own["text"].split(f"The secret word is {own['label']}."))
+        assert 30 <= len(before) <= 40
+        assert len(before) + len(after) == 50
     with pytest.raises(UserError, match="280 passages of 50 words, but 1008"):
         recall.examples([data / "wiki"], sizes._replace(train=1000), seed=0)
 
@@ -305,12 +285,10 @@ def test_quality(tmp_path):
 
 
 def test_speeds_are_relative_to_the_baseline():
-    def cell(model, seconds):
-        return {"model": f"{model}, compiled", "task": "inference", "n": 8192, "seconds": seconds}
-
-    cells = [cell(overview.BASELINE, 1.0), cell("Linformer k=128", 0.5), cell("Linformer k=256", None)]
-    assert overview.times(cells)["speeds"]["Linformer k=128"] == [(8192, 2.0)]
-    assert overview.times(cells[1:])["speeds"] == {"Linformer k=128": []}  # the baseline did not fit
+    named = {BASELINE: 1.0, "Linformer k=128": 0.5, "Linformer k=256": None}
+    cells = [{"model": f"{m}, compiled", "task": "inference", "n": 8192, "seconds": s} for m, s in named.items()]
+    assert times(cells)["speeds"]["Linformer k=128"] == [(8192, 2.0)]
+    assert times(cells[1:])["speeds"] == {"Linformer k=128": []}  # the baseline did not fit
 
 
 def test_table_3_next_to_the_papers():
