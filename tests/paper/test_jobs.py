@@ -1,9 +1,7 @@
 """Jobs run once, in order, several at a time; jobs that fail or are stopped run again."""
 
-import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -13,14 +11,19 @@ from rich.console import Console
 
 from paper import jobs
 
+SLEEP = """
+signal.signal(signal.SIGTERM, lambda *_: ((root / "stopped").touch(), sys.exit(143)))
+(root / "ready").touch()
+"""
 
-def job(folder: Path, name: str, script: str = "", after=None, **description) -> Job:
-    """A job whose command is a Python script, which writes a number to its model file."""
+
+def job(folder: Path, name: str, script: str = "model.write_text('7')", after=None, **description) -> Job:
+    """A job whose command is a Python script, which writes a number to the file `model`."""
     out = folder / "runs" / name
-    default = f"import pathlib; pathlib.Path({str(out / 'model')!r}).write_text('7')"
+    start = f"import os, pathlib, signal, sys, time; root = pathlib.Path({str(folder)!r})"
     return Job(
         name=f"test/{name}",
-        arguments=["-c", script or default],
+        arguments=["-c", f"{start}; model = root / 'runs' / {name!r} / 'model'\n{script}"],
         out=out,
         description=description,
         collect=lambda: {"number": int((out / "model").read_text())},
@@ -43,18 +46,6 @@ def run(every, folder, console=None, **options):
 
 def record(folder, name):
     return Records(folder).read(f"test/{name}")
-
-
-def sleep(folder):
-    """A script that notes when it is ready, and when it is asked to stop."""
-    told, ready = str(folder / "told"), str(folder / "ready")
-    stop = f"lambda *_: (pathlib.Path({told!r}).write_text('1'), sys.exit(143))"
-    script = f"import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, {stop})"
-    return f"{script}; pathlib.Path({ready!r}).write_text('1'); time.sleep(60)"
-
-
-def writes(folder, name, number="'1'"):
-    return f"pathlib.Path({str(folder / 'runs' / name / 'model')!r}).write_text({number})"
 
 
 def test_a_job_is_run_once(tmp_path):
@@ -96,9 +87,8 @@ def test_a_record_names_the_commit_at_which_a_run_started(tmp_path, monkeypatch)
 
 
 def test_a_job_waits_for_its_pretraining(tmp_path):
-    first = job(tmp_path, "first", f"import time, pathlib; time.sleep(0.5); {writes(tmp_path, 'first')}")
-    read = f"pathlib.Path({str(tmp_path / 'runs' / 'first' / 'model')!r}).read_text() * 2"
-    second = job(tmp_path, "then", f"import pathlib; {writes(tmp_path, 'then', read)}", after=first)
+    first = job(tmp_path, "first", "time.sleep(0.5); model.write_text('1')")
+    second = job(tmp_path, "then", "model.write_text(2 * (root / 'runs/first/model').read_text())", after=first)
     assert run([first, second], tmp_path, at_once=4) == 0
     assert record(tmp_path, "then")["result"] == {"number": 11}
 
@@ -136,31 +126,24 @@ def test_a_job_whose_pretraining_failed_is_not_run(tmp_path, capsys):
 
 
 def test_jobs_run_at_the_same_time_and_an_error_stops_them(tmp_path):
-    ready = str(tmp_path / "ready")
-    wait = f"import pathlib, time\nwhile not pathlib.Path({ready!r}).exists(): time.sleep(0.01)"
+    slow = job(tmp_path, "slow", f"{SLEEP}\ntime.sleep(60)")
+    empty = job(tmp_path, "empty", "while not (root / 'ready').exists(): time.sleep(0.01)")
     with pytest.raises(FileNotFoundError):  # the second job writes no number
-        run([job(tmp_path, "slow", sleep(tmp_path)), job(tmp_path, "empty", wait)], tmp_path, at_once=2)
-    assert (tmp_path / "told").exists()
+        run([slow, empty], tmp_path, at_once=2)
+    assert (tmp_path / "stopped").exists()
 
 
 def test_time_runs_out(tmp_path):
     start = time.monotonic()
-    assert run([job(tmp_path, "slow", sleep(tmp_path))], tmp_path, deadline=start + 1) == 1
+    assert run([job(tmp_path, "slow", f"{SLEEP}\ntime.sleep(60)")], tmp_path, deadline=start + 1) == 1
     assert time.monotonic() - start < 20
     assert record(tmp_path, "slow") is None
 
 
 def test_a_signal_reaches_running_jobs(tmp_path):
-    def interrupt():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert run([job(tmp_path, "slow", sleep(tmp_path))], tmp_path) == 128 + signal.SIGINT
-    thread.join()
-    assert (tmp_path / "told").exists()
+    slow = job(tmp_path, "slow", f"{SLEEP}\nos.kill(os.getppid(), signal.SIGINT); time.sleep(60)")
+    assert run([slow], tmp_path) == 128 + signal.SIGINT
+    assert (tmp_path / "stopped").exists()
 
 
 def test_a_record_does_not_say_where_the_data_are():

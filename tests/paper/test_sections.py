@@ -117,8 +117,7 @@ def test_measured_sections_on_a_cpu(tmp_path, monkeypatch, capsys):
     ("name", "arguments", "message"),
     [
         ("figure3", [], "data is missing"),
-        ("figure3", ["--data", "/nowhere"], "data='/nowhere'"),
-        ("figure3", ["--data", "docs"], "has no folder wiki"),
+        ("figure3", ["--data", "docs"], "data='docs'"),
         ("figure3", ["--data", "docs", "--only", "n512"], "only='n512' matches none of 19 runs"),
         ("table3", ["--only", "k32"], "only='k32'"),
         ("table1", ["--at-once", "0"], "at_once=0"),
@@ -145,17 +144,13 @@ def test_a_corpus_of_other_text_is_refused(data, tmp_path):
 def test_recorded_runs_are_not_repeated(section, tmp_path, monkeypatch):
     """Every run has its own name and hash, and those of the repository are known by theirs."""
     work = Workspace(tmp_path, tmp_path / "runs")
-    corpora = {"wiki-books": "figure3/n512-twin", "wiki": "quality/twin-s0"}
-    corpora["imdb-bytes"] = "long/Linformer-k256-masked-bytes"
-    data = {"recall-task": "recall/twin-s0", chosen_k.TEXTS: chosen_k.CHOICE}
-    data |= {task: f"table2/n512-twin-{task}" for task in experiments.TASKS}
-
-    def recorded(name, field):
-        return work.records.read(name)["description"][field]
-
-    monkeypatch.setattr(experiments, "corpus_hash", lambda folder: recorded(corpora[folder.name], "corpus"))
+    known = {"wiki-books": "figure3/n512-twin", "wiki": "quality/twin-s0", "recall-task": "recall/twin-s0"}
+    known |= {"imdb-bytes": "long/Linformer-k256-masked-bytes", chosen_k.TEXTS: chosen_k.CHOICE}
+    known |= {task: f"table2/n512-twin-{task}" for task in experiments.TASKS}
+    described = {folder: work.records.read(name)["description"] for folder, name in known.items()}
+    monkeypatch.setattr(experiments, "corpus_hash", lambda folder: described[folder.name]["corpus"])
     for module in (experiments, recall, chosen_k):
-        monkeypatch.setattr(module, "hashes", lambda folder: recorded(data[folder.name], "data"))
+        monkeypatch.setattr(module, "hashes", lambda folder: described[folder.name]["data"])
     for module in (figure3, table2, quality, recall, chosen_k):
         monkeypatch.setattr(module, "corpus", lambda work, name: Path(name), raising=False)
     monkeypatch.setattr(experiments, "prepare", lambda work, name, *rest, **options: Path(name))
@@ -164,10 +159,9 @@ def test_recorded_runs_are_not_repeated(section, tmp_path, monkeypatch):
     every = section.jobs(work)
     assert {job.name for job in every} == set(section.names(work))
     assert len({job.name for job in every}) == len({job.key for job in every}) == len(every)
-    records = {job.name: work.records.read(job.name) for job in every}
-    known = [job for job in every if records[job.name] and records[job.name]["key"] != "stopped"]
-    assert len(known) >= 6
-    assert [job.name for job in known if work.records.find(job) is None] == []
+    done = [job for job in every if (work.records.read(job.name) or {"key": "stopped"})["key"] != "stopped"]
+    assert len(done) >= 6
+    assert [job.name for job in done if work.records.find(job) is None] == []
 
 
 def test_the_page_is_rendered_from_the_json():
@@ -280,8 +274,6 @@ def test_quality(tmp_path):
     assert "| k=64 w=32 | 1 | 20.5 | 0.50 | 0.25 | – |" in text
     assert "| k=128 w=32 | 1 | 20.5 | 0.50 | 0.25 | 0.50 |" in text
     assert "| twin | 2 | 41.0 ± 1.4 | 1.00 | 0.50 | 1.00 |" in text
-    quality.draw(quality.collect(Workspace(results=tmp_path / "none")), tmp_path)
-    assert not list(tmp_path.glob("*.png"))  # nothing is drawn without runs
 
 
 def test_speeds_are_relative_to_the_baseline():
@@ -296,11 +288,10 @@ def test_table_3_next_to_the_papers():
         own = {"model": model, "n": n, "k": k, "task": "inference", "seconds": seconds}
         return {**own, "largest_batch": batch, "peak_bytes": peak}
 
-    cells = [cell(table3.UNFUSED, 512, None, 1.6, 10), cell(table3.FUSED, 512, None, 0.8, 10)]
-    cells += [cell("Linformer k=128", 512, 128, 1.0, 20), cell("Linformer k=256", 512, 256, 1.5, 16)]
-    cells += [cell(table3.UNFUSED, 65536, None, None, None), cell(table3.FUSED, 65536, None, 1.0, 1)]
-    cells += [cell("Linformer k=128", 65536, 128, 1.0, 20)]
-    found = table3.summary(cells)
+    short = [cell(table3.UNFUSED, 512, None, 1.6, 10), cell(table3.FUSED, 512, None, 0.8, 10)]
+    short += [cell("Linformer k=128", 512, 128, 1.0, 20), cell("Linformer k=256", 512, 256, 1.5, 16)]
+    long = [cell(table3.FUSED, 65536, None, 1.0, 1), cell("Linformer k=128", 65536, 128, 1.0, 20)]
+    found = table3.summary([*short, *long, cell(table3.UNFUSED, 65536, None, None, None)])
     assert found["tables"]["time"][512] == [(1.6, 1.5), (pytest.approx(1.6 / 1.5), 1.3)]
     assert found["tables"]["time"][65536][0] == (None, 20)
     assert found["beaten"]["time"] == {"count": 1, "of": 2, "missed": [(512, 256)]}
