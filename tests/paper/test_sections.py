@@ -55,20 +55,22 @@ def test_one_cell_of_figure_3(data, tmp_path, capsys):
     arguments = ("figure3", tmp_path, "--data", data, "--small", "--only", "n512-k128-w32")
     assert run(*arguments) == 0
     records = json.loads((tmp_path / "results" / "figure3" / "runs.json").read_text())
-    ((name, record),) = records.items()
-    assert name == "n512-k128-w32"
+    (record,) = records.values()
     assert [step for step, _ in record["result"]["curve"]] == [4, 8]
     assert record["description"]["recipe"]["model"]["local_window"] == 4
     text = (tmp_path / "results" / "results.md").read_text()
     assert text.startswith("# A test of the whole path")
     assert f"| missing | missing | missing | missing | {record['result']['perplexity']:.1f} |" in text
     assert "“Better with k”" not in text
-    assert "](figure3/figure3.png)" in text
     assert (tmp_path / "results" / "figure3" / "figure3.png").stat().st_size > 1000
     assert str(data) not in text + json.dumps(records)
     capsys.readouterr()
     assert run(*arguments) == 0
     assert "1 of 1 runs are recorded" in capsys.readouterr().out
+    shutil.copytree(data, tmp_path / "other")
+    (tmp_path / "other" / "wiki" / "validation.jsonl").write_text('{"text": "other"}\n')
+    assert run("figure3", tmp_path, "--data", tmp_path / "other", "--small") == 2
+    assert "made from other files" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("forked")
@@ -89,7 +91,6 @@ def test_other_sections(section, only, runs, data, tmp_path):
     assert set(section.names(work)) == {job.name for job in section.jobs(work)}
     text = (tmp_path / "results" / "results.md").read_text()
     assert f"Not run yet: `python -m paper.{name} " not in text
-    assert "Not run yet: `python -m paper.table1 " in text
 
 
 @pytest.mark.usefixtures("forked")
@@ -97,12 +98,8 @@ def test_measured_sections_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("paper.steps.DRAWN", ["twin", "k=128 w=32", "k=128 w=32, plain start"])
     for name in ("table1", "table3", "steps"):
         assert run(name, tmp_path, "--small") == 0
-    text = (tmp_path / "results" / "results.md").read_text()
-    assert "by the peak of a pass" in text
-    assert "`python -m paper.figure3 --data DIR --small`" in text
     steps = json.loads((tmp_path / "results" / "steps" / "steps.json").read_text())
-    assert steps["tokens"] == 8 * 64
-    assert steps["seconds"].keys() == {"twin", "k=128 w=32"}
+    assert (steps["tokens"], list(steps["seconds"])) == (8 * 64, ["twin", "k=128 w=32"])
     assert run("table1", tmp_path, "--small") == 0
     assert "exists; delete it to measure again" in capsys.readouterr().out.replace("\n", " ")
     assert run("table1", tmp_path) == 2  # tiny results do not mix with others
@@ -119,7 +116,6 @@ def test_measured_sections_on_a_cpu(tmp_path, monkeypatch, capsys):
         ("figure3", [], "data is missing"),
         ("figure3", ["--data", "docs"], "data='docs'"),
         ("figure3", ["--data", "docs", "--only", "n512"], "only='n512' matches none of 19 runs"),
-        ("table3", ["--only", "k32"], "only='k32'"),
         ("table1", ["--at-once", "0"], "at_once=0"),
         ("table1", ["--minutes", "0"], "minutes=0.0"),
     ],
@@ -128,16 +124,6 @@ def test_wrong_arguments(name, arguments, message, tmp_path, capsys):
     assert run(name, tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_corpus_of_other_text_is_refused(data, tmp_path):
-    work = Workspace(data, tmp_path / "runs", small=True)
-    assert experiments.corpus(work, "wiki") == experiments.corpus(work, "wiki")
-    shutil.copytree(data / "wiki", tmp_path / "wiki")
-    (tmp_path / "wiki" / "validation.jsonl").write_text('{"text": "other"}\n')
-    with pytest.raises(UserError, match="made from other files"):
-        experiments.corpus(Workspace(tmp_path, tmp_path / "runs", small=True), "wiki")
 
 
 @pytest.mark.parametrize("section", [figure3, table2, quality, recall, chosen_k, long])
@@ -217,15 +203,9 @@ def test_claims_of_table_2(tmp_path):
 
 def test_differences_below_the_noise_decide_nothing():
     averages = {(512, f"Linformer, 256{suffix}"): float(i) for i, suffix in enumerate(table2.SHARING.values())}
-    for factor, verdict in (
-        (1, "confirmed"),
-        (-1, "not seen at this budget"),
-        (0.1, "undecided: the difference"),
-    ):
-        (own,) = table2.layerwise({cell: factor * own for cell, own in averages.items()})
-        assert own["verdict"].startswith(verdict)
-    (own,) = table2.layerwise(averages, dict.fromkeys(averages, 1.0))  # the averages disagree
-    assert own["verdict"].startswith("undecided")
+    others = [averages, {cell: -own for cell, own in averages.items()}, dict.fromkeys(averages, 1.0)]
+    verdicts = [own["verdict"] for other in others for own in table2.layerwise(averages, other)]
+    assert verdicts == ["confirmed", *["undecided: the difference is below 0.5 points"] * 2]  # unless averages agree
     averages = {(512, "Linformer, 256"): 82.0, (512, "Linformer, 128"): 80.0}
     assert list(table2.k_decides(averages)) == []
     for average, verdict in ((81.5, "confirmed"), (80.5, "not seen"), (81.2, "undecided")):
