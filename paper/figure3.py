@@ -13,10 +13,8 @@ from .sections import main
 
 TITLE = "Figure 3: perplexity during pretraining"
 STEPS = 4000
-# Ratios of perplexities that count as equal: to the twin's, among kinds of sharing, and over n.
-ON_PAR, SHARING, LENGTH = 1.05, 1.1, 1.1
-# Perplexities this close are taken as equal when k grows.
-NOISE = 1.01
+# Ratios of perplexities that count as equal: to the twin's, among kinds of sharing, over n, and from one k to the next.
+ON_PAR, SHARING, LENGTH, NOISE = 1.05, 1.1, 1.1, 1.01
 
 
 class Run(NamedTuple):

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     GROWING: (*WINDOW, "model.local_window=[2,4,8,32]"),
 }
 ALSO_PRETRAINED = (TWIN, PURE, LOCAL)
+MASKED, TUNED = "-masked-bytes", "-pretrained"  # suffixes of pretraining, and of fine-tuning after it
 # The names of `linformers bench`.
 TIMED = {TWIN: "Transformer, fused", PURE: PURE, LOCAL: LOCAL}
 # Accuracies of Tay et al. (2021), table 1, column Text.
@@ -102,18 +103,8 @@ def run_name(model: str, trial: Trial = COMMON, suffix: str = "") -> str:
     return f"long/{model.replace(' ', '-').replace('=', '')}{trial.suffix}{suffix}"
 
 
-def masked_name(model: str) -> str:
-    """Pretraining on masked bytes."""
-    return run_name(model, suffix="-masked-bytes")
-
-
-def pretrained_name(model: str) -> str:
-    """Fine-tuning of the pretrained model."""
-    return run_name(model, suffix="-pretrained")
-
-
 def names(work: Workspace) -> list[str]:
-    tuned = [name(model) for model in ALSO_PRETRAINED for name in (masked_name, pretrained_name)]
+    tuned = [run_name(model, suffix=suffix) for model in ALSO_PRETRAINED for suffix in (MASKED, TUNED)]
     return [*(run_name(model, trial) for model in models(work) for trial in trials(work, model)), *tuned]
 
 
@@ -128,9 +119,9 @@ def jobs(work: Workspace) -> list[Job]:
         changes = [f"steps={STEPS}", *MODELS[model]]
         found += [from_scratch(work, model, imdb, tokens, changes, trial) for trial in trials(work, model)]
         if model in ALSO_PRETRAINED:
-            before = experiments.pretraining(work, tokens, RECIPE, masked_name(model), changes)
+            before = experiments.pretraining(work, tokens, RECIPE, run_name(model, suffix=MASKED), changes)
             tuning = TINY if work.small else PRETRAINED
-            found += [before, finetuning(work, pretrained_name(model), imdb, tuning, before)]
+            found += [before, finetuning(work, run_name(model, suffix=TUNED), imdb, tuning, before)]
     return found
 
 
@@ -165,7 +156,9 @@ def measure(work: Workspace) -> dict[str, Any]:
 
 def collect(work: Workspace) -> dict[str, Any]:
     """Accuracies of each model, and seconds and memory of a training step; `None` where a run is missing."""
-    results, origins = work.records.results_of([*names(work), *(f"{masked_name(own)}{REPEATED}" for own in MODELS)])
+    results, origins = work.records.results_of(
+        [*names(work), *(run_name(own, suffix=MASKED + REPEATED) for own in MODELS)]
+    )
     timed = work.read("long") or {"runs": {}, "cells": ()}
     cells = {cell["model"]: cell for cell in timed["cells"]}
     outcomes = {
@@ -174,16 +167,16 @@ def collect(work: Workspace) -> dict[str, Any]:
     }
     rows = {}
     for model, own in outcomes.items():
-        masked, bench_name = results.get(masked_name(model), {}), TIMED.get(model)
+        masked, bench_name = results.get(run_name(model, suffix=MASKED), {}), TIMED.get(model)
         rows[model] = {
             "trial": (chosen := best(own)),
             "outcome": own[chosen] if chosen else Outcome(),
             "tested": sum(found.accuracy is not None for found in own.values()),
             "begun": any(found.validation is not None for found in own.values()),
-            "pretrained": outcome(results.get(pretrained_name(model))).accuracy,
+            "pretrained": outcome(results.get(run_name(model, suffix=TUNED))).accuracy,
             "perplexity": masked.get("perplexity"),
             "early": dict(map(tuple, masked.get("curve", ()))).get(EARLY),
-            "repeated": results.get(f"{masked_name(model)}{REPEATED}", {}).get("perplexity"),
+            "repeated": results.get(run_name(model, suffix=MASKED + REPEATED), {}).get("perplexity"),
             "cell": cells.get(f"{bench_name}, compiled") or cells.get(bench_name),
             "published": PUBLISHED.get(model),
         }

@@ -116,7 +116,7 @@ def measure(name: str, section: ModuleType, work: Workspace, console: Console) -
         console.print(f"{path} exists; delete it to measure again", highlight=False, markup=False)
     elif name in SCRIPTS:
         command = [sys.executable, "-m", f"paper.{name}", *arguments_of(name, work), "--results", str(work.results)]
-        return min(1, subprocess.run(command, check=False).returncode)
+        return int(subprocess.run(command, check=False).returncode != 0)
     elif hasattr(section, "measure") and (record := section.measure(work)) is not None:
         path.parent.mkdir(exist_ok=True)
         jobs.write_text(path, json.dumps(record, indent=1) + "\n")

@@ -96,15 +96,12 @@ def collect(work: Workspace) -> dict[str, Any]:
     rows = []
     for row in ROWS:
         ours = None if row.variant is None else {task: accuracy(f"table2/{row.variant}-{task}") for task in TASKS}
-        rows.append({**row._asdict(), "ours": ours, "average": average(ours), "paper_average": _mean(row.paper)})
+        rows.append({**row._asdict(), "ours": ours, "average": average(ours)})
     record = {
         "runs": origins,
         "rows": rows,
         "again": {rate: accuracy(again_name(rate)) for rate in OTHER_RATES},
         "repeated": repeated(work),
-        "notes": {
-            task: r["note"] for task in TASKS for name, r in results.items() if name.endswith(task) and r["note"]
-        },
         "missing": [name.partition("/")[2] for name in tuned if name not in results],
     }
     return {**record, "claims": claims(record)}
@@ -122,11 +119,7 @@ def repeated(work: Workspace) -> dict[str, list[float]]:
 
 def average(ours: Mapping[str, Any] | None, tasks: Sequence[str] = TASKS) -> float | None:
     """The mean accuracy over tasks, if all of them were run."""
-    return _mean([ours[task][0] for task in tasks]) if ours and all(ours[task] for task in tasks) else None
-
-
-def _mean(values: Sequence[float] | None) -> float | None:
-    return None if values is None else statistics.mean(values)
+    return statistics.mean(ours[task][0] for task in tasks) if ours and all(ours[task] for task in tasks) else None
 
 
 def averages_of(record: Mapping[str, Any], tasks: Sequence[str] = TASKS) -> dict[tuple[int, str], float]:
@@ -140,8 +133,8 @@ def averages_at_best_rates(record: Mapping[str, Any]) -> dict[tuple[int, str], f
     found = averages_of(record)
     if (512, TWIN) in found:
         common = next(row["ours"]["qnli"] for row in record["rows"] if row["model"] == TWIN)[0]
-        best = max(common, *(own[0] for own in record["again"].values() if own is not None), common)
-        found[512, TWIN] += (best - common) / len(TASKS)
+        rates = [common, *(own[0] for own in record["again"].values() if own is not None)]
+        found[512, TWIN] += (max(rates) - common) / len(TASKS)
     return found
 
 

@@ -2,8 +2,12 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from paper import experiments, jobs
 
 from ..forks import Command, Forked
 
@@ -13,23 +17,16 @@ WORDS = ["the", "a", "film", "was", "good", "bad", "long", "short", "and", "of",
 @pytest.fixture
 def forked(monkeypatch, tmp_path):
     """Commands `python -m linformers` start at once."""
-    popen, run = subprocess.Popen, subprocess.run
 
-    def start(command, **options):
-        if command[:3] != [sys.executable, "-m", "linformers"]:
-            return popen(command, **options)
-        assert options.keys() == {"stdout", "stderr"}
-        return Forked(Command(command[3:]), options["stdout"].name)
+    def start(command, stdout=None, **options):
+        assert command[:3] == [sys.executable, "-m", "linformers"]
+        return Forked(Command(command[3:]), Path(stdout.name if stdout else tmp_path / "command.log"))
 
-    def wait(command, **options):
-        if command[:3] != [sys.executable, "-m", "linformers"]:
-            return run(command, **options)
-        log = tmp_path / "command.log"
-        assert Forked(Command(command[3:]), log).wait() == 0, log.read_text()
-        return None
+    def wait(command, check):
+        assert start(command).wait() == 0, (tmp_path / "command.log").read_text()
 
-    monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(subprocess, "run", wait)
+    for module in (jobs, experiments):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=start, run=wait, STDOUT=subprocess.STDOUT))
 
 
 @pytest.fixture(scope="session")
@@ -37,21 +34,20 @@ def data(tmp_path_factory):
     """Wiki, books and the four tasks, a few kilobytes of each."""
     folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
 
-    def sentence(words):
-        return " ".join(draw.choice(WORDS) for _ in range(words))
-
-    def write(path, rows):
+    def write(name, count, words, *texts, label=()):
+        rows = ({text: " ".join(draw.choices(WORDS, k=words)) for text in texts} for _ in range(count))
+        path = folder / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text(
+            "".join(json.dumps({**row, **dict.fromkeys(label, i % 2)}) + "\n" for i, row in enumerate(rows))
+        )
 
-    for name in ("wiki", "books"):
-        for split, count in (("train-00", 60), ("validation", 10)):
-            write(folder / name / f"{split}.jsonl", [{"text": sentence(200)} for _ in range(count)])
-    write(folder / "wikitext103_valtest" / "test.jsonl", [{"text": sentence(200)} for _ in range(20)])
-    columns = {"sst2": ("sentence",), "imdb": ("text",), "qnli": ("question", "sentence")}
-    columns |= {"qqp": ("question1", "question2")}
-    for name, texts in columns.items():
+    for name, count in (("train-00", 60), ("validation", 10)):
+        write(f"wiki/{name}", count, 200, "text")
+        write(f"books/{name}", count, 200, "text")
+    write("wikitext103_valtest/test", 20, 200, "text")
+    columns = {"sst2": ["sentence"], "imdb": ["text"], "qnli": ["question", "sentence"]}
+    for name, texts in (columns | {"qqp": ["question1", "question2"]}).items():
         for split in ("train", "test" if name == "imdb" else "validation"):
-            rows = [{**{text: sentence(12) for text in texts}, "label": i % 2} for i in range(120)]
-            write(folder / name / f"{split}.jsonl", rows)
+            write(f"{name}/{split}", 120, 12, *texts, label=["label"])
     return folder

@@ -1,10 +1,7 @@
 """Jobs run once, in order, several at a time; jobs that fail or are stopped run again."""
 
-import dataclasses
-import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -15,19 +12,18 @@ from rich.console import Console
 from paper import jobs
 
 SLEEP = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({told!r}).write_text('1'), sys.exit(143)))
-pathlib.Path({ready!r}).write_text('1'); time.sleep(60)
+signal.signal(signal.SIGTERM, lambda *_: ((root / "stopped").touch(), sys.exit(143)))
+(root / "ready").touch()
 """
 
 
-def job(folder: Path, name: str, script: str = "", after=None, **description) -> Job:
-    """A job whose command is a Python script, which writes a number to its model file."""
+def job(folder: Path, name: str, script: str = "model.write_text('7')", after=None, **description) -> Job:
+    """A job whose command is a Python script, which writes a number to the file `model`."""
     out = folder / "runs" / name
-    default = f"import pathlib; pathlib.Path({str(out / 'model')!r}).write_text('7')"
+    start = f"import os, pathlib, signal, sys, time; root = pathlib.Path({str(folder)!r})"
     return Job(
         name=f"test/{name}",
-        arguments=["-c", script or default],
+        arguments=["-c", f"{start}; model = root / 'runs' / {name!r} / 'model'\n{script}"],
         out=out,
         description=description,
         collect=lambda: {"number": int((out / "model").read_text())},
@@ -52,10 +48,6 @@ def record(folder, name):
     return Records(folder).read(f"test/{name}")
 
 
-def writes(folder, name, number="'1'"):
-    return f"pathlib.Path({str(folder / 'runs' / name / 'model')!r}).write_text({number})"
-
-
 def test_a_job_is_run_once(tmp_path):
     one = job(tmp_path, "one", seed=1)
     assert run([one, one], tmp_path) == 0
@@ -72,7 +64,6 @@ def test_a_folder_belongs_to_one_job(tmp_path, monkeypatch):
     assert run([job(tmp_path, "one", seed=1)], tmp_path) == 0
     other = job(tmp_path, "one", seed=2)
     assert run([other], tmp_path) == 1
-    assert Records(tmp_path).find(other) is None
     (tmp_path / "runs" / "one" / jobs.NOTE).unlink()
     assert run([other], tmp_path) == 1  # nor a run that nobody started
     shutil.rmtree(tmp_path / "runs")
@@ -83,45 +74,22 @@ def test_a_folder_belongs_to_one_job(tmp_path, monkeypatch):
     assert run([newer], tmp_path) == 1
 
 
-def test_a_job_that_failed_at_once_starts_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINFORMERS_COMMIT", "broken")
-    assert run([job(tmp_path, "one", "raise SystemExit(1)", seed=1)], tmp_path) == 1
-    monkeypatch.setenv("LINFORMERS_COMMIT", "fixed")
-    assert run([job(tmp_path, "one", seed=2)], tmp_path) == 0
-    assert record(tmp_path, "one")["commit"] == "fixed"
-
-
 def test_a_record_names_the_commit_at_which_a_run_started(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINFORMERS_COMMIT", "first")
-    assert run([job(tmp_path, "one")], tmp_path) == 0
+    one = job(tmp_path, "one", seed=2)
+    for commit, own in (("broken", job(tmp_path, "one", "raise SystemExit(1)", seed=1)), ("first", one)):
+        monkeypatch.setenv("LINFORMERS_COMMIT", commit)
+        run([own], tmp_path)
     (tmp_path / "test" / "runs.json").unlink()
     monkeypatch.setenv("LINFORMERS_COMMIT", "second")
-    assert run([job(tmp_path, "one")], tmp_path) == 0
+    assert run([one], tmp_path) == 0
     assert record(tmp_path, "one")["commit"] == "first"
 
 
 def test_a_job_waits_for_its_pretraining(tmp_path):
-    first = job(tmp_path, "first", f"import time, pathlib; time.sleep(0.5); {writes(tmp_path, 'first')}")
-    read = f"pathlib.Path({str(tmp_path / 'runs' / 'first' / 'model')!r}).read_text() * 2"
-    second = job(tmp_path, "then", f"import pathlib; {writes(tmp_path, 'then', read)}", after=first)
+    first = job(tmp_path, "first", "time.sleep(0.5); model.write_text('1')")
+    second = job(tmp_path, "then", "model.write_text(2 * (root / 'runs/first/model').read_text())", after=first)
     assert run([first, second], tmp_path, at_once=4) == 0
     assert record(tmp_path, "then")["result"] == {"number": 11}
-
-
-def test_a_job_that_measures_time_runs_alone(tmp_path):
-    path = str(tmp_path / "times.txt")
-
-    def timed(name, alone):
-        script = f"import time, pathlib; a = time.time(); time.sleep(0.5); open({path!r}, 'a').write("
-        script += f"f'{name} {{a}} {{time.time()}}\\n'); {writes(tmp_path, name)}"
-        return dataclasses.replace(job(tmp_path, name, script), alone=alone)
-
-    assert run([timed("a", False), timed("b", True), timed("c", False), timed("d", False)], tmp_path, at_once=3) == 0
-    lines = (line.split() for line in Path(path).read_text().splitlines())
-    spans = {name: (float(begin), float(end)) for name, begin, end in lines}
-    begin, end = spans.pop("b")
-    assert all(other_end <= begin or other_begin >= end for other_begin, other_end in spans.values())
-    assert spans["c"][0] < spans["d"][1]
 
 
 def test_a_deleted_model_is_trained_again(tmp_path):
@@ -140,65 +108,41 @@ def test_a_deleted_model_is_trained_again(tmp_path):
 
 def test_other_jobs_continue_after_a_failure(tmp_path, capsys):
     bad = job(tmp_path, "bad", "raise SystemExit('the disk is full')")
-    assert run([bad, job(tmp_path, "good"), job(tmp_path, "waits", after=bad)], tmp_path, Console()) == 1
-    output = capsys.readouterr().out
-    assert "test/bad failed: the disk is full" in output
-    assert "test/waits failed: test/bad failed" in output
+    assert run([bad, job(tmp_path, "good")], tmp_path, Console()) == 1
+    assert "test/bad failed: the disk is full" in capsys.readouterr().out
     assert record(tmp_path, "good") is not None
 
 
-def test_a_job_whose_pretraining_failed_is_not_run(tmp_path):
+def test_a_job_whose_pretraining_failed_is_not_run(tmp_path, capsys):
     """Not even if a model of another recipe exists, which would be recorded under the wrong name."""
-    first = job(tmp_path, "first", seed=1)
-    assert run([first], tmp_path) == 0
+    assert run([job(tmp_path, "first", seed=1)], tmp_path) == 0
     first = job(tmp_path, "first", seed=2)
     second = job(tmp_path, "then", after=first)
-    assert run([first, second], tmp_path) == 1
+    assert run([first, second], tmp_path, Console()) == 1
+    assert "test/then failed: test/first failed" in capsys.readouterr().out
     assert record(tmp_path, "then") is None
     assert jobs.missing([second], Records(tmp_path)) == [first, second]
 
 
-def test_an_error_leaves_nothing_running(tmp_path):
-    told, ready = str(tmp_path / "told"), str(tmp_path / "ready")
-    wait = f"import pathlib, time\nwhile not pathlib.Path({ready!r}).exists(): time.sleep(0.01)"
+def test_jobs_run_at_the_same_time_and_an_error_stops_them(tmp_path):
+    slow = job(tmp_path, "slow", f"{SLEEP}\ntime.sleep(60)")
+    empty = job(tmp_path, "empty", "while not (root / 'ready').exists(): time.sleep(0.01)")
     with pytest.raises(FileNotFoundError):  # the second job writes no number
-        run(
-            [job(tmp_path, "slow", SLEEP.format(told=told, ready=ready)), job(tmp_path, "b", wait)], tmp_path, at_once=2
-        )
-    assert Path(told).exists()
-
-
-def test_jobs_run_at_the_same_time(tmp_path):
-    def meets(name, other):
-        path = str(tmp_path / "runs" / other / "model")
-        script = f"import time, pathlib; {writes(tmp_path, name)}\n"
-        return job(tmp_path, name, f"{script}while not pathlib.Path({path!r}).exists(): time.sleep(0.01)")
-
-    assert run([meets("a", "b"), meets("b", "a")], tmp_path, at_once=2) == 0
+        run([slow, empty], tmp_path, at_once=2)
+    assert (tmp_path / "stopped").exists()
 
 
 def test_time_runs_out(tmp_path):
-    script = SLEEP.format(told=str(tmp_path / "told"), ready=str(tmp_path / "ready"))
     start = time.monotonic()
-    assert run([job(tmp_path, "slow", script)], tmp_path, deadline=start + 1) == 1
+    assert run([job(tmp_path, "slow", f"{SLEEP}\ntime.sleep(60)")], tmp_path, deadline=start + 1) == 1
     assert time.monotonic() - start < 20
     assert record(tmp_path, "slow") is None
 
 
 def test_a_signal_reaches_running_jobs(tmp_path):
-    told, ready = tmp_path / "told", tmp_path / "ready"
-
-    def interrupt():
-        while not ready.exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    script = SLEEP.format(told=str(told), ready=str(ready))
-    assert run([job(tmp_path, "slow", script)], tmp_path) == 128 + signal.SIGINT
-    thread.join()
-    assert told.exists()
+    slow = job(tmp_path, "slow", f"{SLEEP}\nos.kill(os.getppid(), signal.SIGINT); time.sleep(60)")
+    assert run([slow], tmp_path) == 128 + signal.SIGINT
+    assert (tmp_path / "stopped").exists()
 
 
 def test_a_record_does_not_say_where_the_data_are():
