@@ -95,7 +95,7 @@ def test_full_disk(corpus, tmp_path, monkeypatch):
         original(tensors, path, **kwargs)
 
     monkeypatch.setattr(trainer, "save_file", save_file)
-    with pytest.raises(UserError, match="checkpoint-10 could not be written .*No space left.* step 5"):
+    with pytest.raises(UserError, match=r"checkpoint-10 could not be written .*No space left.* step 5"):
         small.train(small.recipe(corpus, tmp_path))
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-5"]
     assert checkpoints.damage(tmp_path / "checkpoint-5") is None
