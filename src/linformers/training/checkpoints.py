@@ -122,27 +122,27 @@ def damage(folder: Path) -> str | None:
         return f"{folder / MANIFEST} is missing"
     except (ValueError, AttributeError, KeyError, TypeError):
         return f"{folder / MANIFEST} is not a list of files"
-    for path, (size, sha256) in expected.items():
-        if not path.is_file():
-            return f"{path} is missing, expected {size} bytes"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes, expected {size}"
-        if (actual := file_hash(path)) != sha256:
-            return f"{path} has sha256 {actual[:12]}…, expected {sha256[:12]}…"
+    return next(filter(None, (file_damage(path, *own) for path, own in expected.items())), None)
+
+
+def file_damage(path: Path, size: int, sha256: str | None = None) -> str | None:
+    """What is wrong with a file of known size and, if given, hash; `None` if it is intact."""
+    if not path.is_file():
+        return f"{path} is missing, expected {size} bytes"
+    if path.stat().st_size != size:
+        return f"{path} has {path.stat().st_size} bytes, expected {size}"
+    if sha256 is not None and (actual := file_hash(path)) != sha256:
+        return f"{path} has sha256 {actual}, expected {sha256}"
     return None
 
 
-def remove_unfinished(run: Path) -> None:
-    """Delete what a kill during a save left behind."""
-    for folder in run.glob(".checkpoint-*.unfinished"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
-    """Delete all checkpoints except the newest `keep` and the protected one."""
+    """Delete all checkpoints except the newest `keep` and the protected one, and what a kill left behind."""
     for folder in list_checkpoints(run)[keep:]:
         if folder != protected:
             _remove(folder)
+    for folder in run.glob(".checkpoint-*.unfinished"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

@@ -66,9 +66,6 @@ def prepare(
         shard_tokens: the largest number of tokens in a file.
         workers: threads that encode; by default one for each core.
         console: shows progress and the result.
-
-    Returns:
-        The manifest of the corpus.
     """
     check_size("tokenizer_documents", tokenizer_documents)
     check_size("shard_tokens", shard_tokens)
