@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
@@ -265,10 +264,9 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
 
     checkpoints.write_folder(out / "model", fill)
     checkpoints.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
-    table = Table("", *(f"seed {result['seed']}" for result in seeds), "mean", title=f"{task.name}, in %")
     for name in ("accuracy", "f1"):
-        values = (f"{100 * result[name]:.2f}" for result in seeds)
-        table.add_row(name, *values, plus_minus(results[name], 2, scale=100))
-    table.caption = f"on {task.reported_on}, {len(task.test):,} rows" + (f"; {task.note}" if task.note else "")
-    console.print(table)
+        each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
+        console.print(f"{name} in %: {plus_minus(results[name], 2, scale=100)} (seeds: {each})", highlight=False)
+    note = f"; {task.note}" if task.note else ""
+    console.print(f"on {len(task.test):,} rows of {task.reported_on}{note}", markup=False, highlight=False)
     console.print(f"scores in {out / 'results.json'}, best model in {out / 'model'}", markup=False)
