@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
@@ -224,20 +222,12 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all random number generators of this process, ready for JSON."""
-    legacy = np.random.get_state(legacy=False)
-    return {
-        "python": random.getstate(),
-        "numpy": {**legacy, "state": {name: np.asarray(own).tolist() for name, own in legacy["state"].items()}},
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
-    }
+    """The states of torch's random number generators, ready for JSON; training uses no others."""
+    cuda = torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None
+    return {"cpu": torch.get_rng_state().tolist(), "cuda": cuda}
 
 
 def load_random_state(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
