@@ -1,7 +1,10 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from linformers.training import finetune, tasks
 
 from . import small, texts
 
@@ -27,3 +30,37 @@ def prepared(source, tmp_path_factory):
 @pytest.fixture
 def copy(prepared, tmp_path):
     return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def model(corpus, tmp_path_factory):
+    """A pretrained model."""
+    out = tmp_path_factory.mktemp("pretrained")
+    assert small.train(small.recipe(corpus, out)) == 0
+    return out / "model"
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Labeled tables; each kind of sentence has its own words."""
+    folder = tmp_path_factory.mktemp("files")
+    random = np.random.default_rng(0)
+    for name, rows in (("train", 160), ("test", 40)):
+        lines = [f"{' '.join(random.choice(small.WORDS[6 * (i % 2) :][:6], size=12))}," for i in range(rows)]
+        lines = [f"{line}{('dogs', 'trees')[i % 2]}" for i, line in enumerate(lines)]
+        (folder / f"{name}.csv").write_text("\n".join(["sentence,kind", *lines]) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def task(files):
+    return tasks.load(str(files / "train.csv"), test=files / "test.csv", text="sentence", label="kind")
+
+
+@pytest.fixture(scope="session")
+def tuned(task, model, tmp_path_factory):
+    """A fine-tuned model."""
+    out = tmp_path_factory.mktemp("finetuned")
+    settings = finetune.Settings(seeds=2, epochs=3, batch_size=8, learning_rate=3e-3)
+    assert finetune.run(task, model, out, settings, small.QUIET, "linformers finetune") == 0
+    return out

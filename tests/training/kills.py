@@ -1,8 +1,8 @@
-"""Kill a training run with SIGKILL again and again, often inside a save, and see what is left.
+"""Kill a training run with SIGKILL again and again, often during a save, and check what is left.
 
 `python -m tests.training.kills` is the long version.
 
-Each run is a fork of this process, which has imported everything but computed nothing: so that a run starts at once.
+Each run is a fork of this process, which has imported everything, so that a run starts at once.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def ended(child: int) -> bool:
 
 
 def kill_inside_a_save(child: int, out: Path, delay: float) -> bool:
-    """Wait for files of an unfinished checkpoint, and a moment more; whether the run was still there to be killed."""
+    """Kill a run `delay` seconds after an unfinished checkpoint appears; returns whether it was still being saved."""
     while not ended(child):
         if any(out.glob(".checkpoint-*.unfinished/*")):
             time.sleep(delay)
@@ -63,7 +63,7 @@ def kill_after(child: int, delay: float) -> bool:
 
 
 def last_logged(out: Path) -> int:
-    """How far a run is known to have come."""
+    """The last step that a run logged."""
     return max((record["step"] for record in small.read_metrics(out)), default=0)
 
 
@@ -90,7 +90,7 @@ def main(kills: int, inside: int, seed: int) -> dict[str, int]:
                         counts["inside a save"] += 1
                 else:
                     counts["kills"] += kill_after(child, chance.random() * 1.5)
-                # Whatever happened: each checkpoint that has its name is whole, and little was lost.
+                # In any case, every checkpoint is intact, and little was lost.
                 saved = checkpoints.list_checkpoints(out)
                 assert all(checkpoints.damage(checkpoint) is None for checkpoint in saved)
                 newest = checkpoints.step_of(saved[0]) if saved else 0

@@ -1,4 +1,4 @@
-"""Called in two processes: each holds a part of every large weight, and no more."""
+"""Called in two processes: each holds its part of every large weight, and no more."""
 
 import os
 

@@ -25,7 +25,7 @@ MODEL = {
 
 
 def corpus(folder: Path) -> Path:
-    """Sentences of a few words, in which some follow others more often."""
+    """Sentences of a few words, some more frequent than others."""
     random = np.random.default_rng(0)
     lines = [" ".join(WORDS[min(int(random.exponential(4)), 13)] for _ in range(40)) for _ in range(200)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,13 +59,13 @@ def train(recipe: Recipe) -> int:
 
 
 def final_state(out: Path, step: int = 24) -> dict[str, np.ndarray]:
-    """All weights and all of the optimiser at the end of a run."""
+    """The weights and the optimizer at the end of a run."""
     folder = out / f"checkpoint-{step}"
     return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
 
 
 def assert_same_run(out: Path, other: Path, step: int = 24) -> None:
-    """Weights, optimiser and every logged number but times are the same, bit for bit."""
+    """Weights, optimizer and all logged numbers except times are the same, bit for bit."""
     own, expected = final_state(out, step), final_state(other, step)
     assert own.keys() == expected.keys()
     for name, value in own.items():

@@ -1,4 +1,4 @@
-"""Shards of tokens and their manifest: read as one stream, and nothing damaged is taken for whole."""
+"""Shards of tokens and their manifest: read as one stream, and damage is detected."""
 
 import hashlib
 import json

@@ -1,9 +1,9 @@
-"""Fine-tuning: selection apart from reporting, exact resume, results over seeds; prediction and evaluation after it."""
+"""Fine-tuning: selection apart from reporting, exact resume, results over seeds, folders of other runs."""
 
-import io
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,84 +11,58 @@ import torch
 from rich.console import Console
 from transformers import pipeline
 
-from linformers.training import finetune, predict, tasks
+from linformers import LinformerConfig
+from linformers.errors import UserError
+from linformers.training import finetune, tasks
 
 from . import small
-from .test_resume import SignalAt
+from .test_trainer import SignalAt
 
 SETTINGS = finetune.Settings(seeds=2, epochs=3, batch_size=8, learning_rate=3e-3)
+ONE = finetune.Settings(seeds=1, epochs=1, batch_size=8, max_length=16)
 
 
-def sentence(random, kind):
-    """Words of which each kind of sentence has its own."""
-    return " ".join(random.choice(small.WORDS[6 * kind : 6 * kind + 6], size=12))
+def refused(message):
+    return pytest.raises(UserError, match=message)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    random = np.random.default_rng(0)
-    for name, rows in (("train", 160), ("test", 40)):
-        with (folder / f"{name}.csv").open("w") as file:
-            file.write("sentence,kind\n")
-            for row in range(rows):
-                kind = ("dogs", "trees")[row % 2]
-                file.write(f"{sentence(random, row % 2)},{kind}\n")
-    return folder
+def run(task, model, out, settings=SETTINGS, console=small.QUIET):
+    return finetune.run(task, model, out, settings, console, "linformers finetune")
 
 
-@pytest.fixture(scope="module")
-def task(files):
-    own = tasks.custom_task(
-        files / "train.csv", test=files / "test.csv", text_columns=["sentence"], label_column="kind"
-    )
-    return tasks.load(own)
+def table(path, rows, labels=("cat", "dog")):
+    lines = [f"{labels[i % len(labels)]} {i} sits,{labels[i % len(labels)]}" for i in range(rows)]
+    path.write_text("text,label\n" + "\n".join(lines) + "\n")
+    return tasks.load(str(path))
 
 
-@pytest.fixture(scope="module")
-def model(corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("pretrained")
-    assert small.train(small.recipe(corpus, out)) == 0
-    return out / "model"
-
-
-@pytest.fixture(scope="module")
-def finished(task, model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("finetuned")
-    assert finetune.run(task, model, out, SETTINGS, small.QUIET, "linformers finetune") == 0
-    return out
-
-
-def test_results(finished, task):
-    results = json.loads((finished / "results.json").read_text())
+def test_results(tuned, task):
+    results = json.loads((tuned / "results.json").read_text())
     assert [seed["seed"] for seed in results["seeds"]] == [0, 1]
     accuracies = [seed["accuracy"] for seed in results["seeds"]]
     assert results["accuracy"] == pytest.approx([np.mean(accuracies), np.std(accuracies, ddof=1)])
     assert min(accuracies) > 0.9  # it is an easy task
     assert results["rows"] == len(task.test) == 40
-    assert results["reported_on"] == "test.csv"
-    for seed in (0, 1):  # what training alone needs is gone
-        assert (finished / f"seed-{seed}" / "best" / "model.safetensors").exists()
-        assert not any((finished / f"seed-{seed}").glob("*checkpoint-*"))
+    assert (results["reported_on"], results["f1_of"]) == ("test.csv", "'trees'")
+    for seed in (0, 1):
+        assert (tuned / f"seed-{seed}" / "best" / "model.safetensors").exists()
+        assert not any((tuned / f"seed-{seed}").glob("*checkpoint-*"))
 
 
-def test_best_model_is_saved_with_its_labels(finished, task):
-    classify = pipeline("text-classification", model=str(finished / "model"))
-    answers = classify(task.test.texts)
-    right = [
-        answer["label"] == task.label_names[label] for answer, label in zip(answers, task.test.labels, strict=True)
-    ]
-    seeds = json.loads((finished / "results.json").read_text())["seeds"]
+def test_best_model_is_saved_with_its_labels(tuned, task):
+    classify = pipeline("text-classification", model=str(tuned / "model"))
+    answers = classify([example.text for example in task.test])
+    right = [answer["label"] == task.label_names[own.label] for answer, own in zip(answers, task.test, strict=True)]
+    seeds = json.loads((tuned / "results.json").read_text())["seeds"]
     best = max(seeds, key=lambda seed: seed["validation_accuracy"])
     assert np.mean(right) == pytest.approx(best["accuracy"])
-    text = (finished / "model" / "README.md").read_text()
     accuracies = [seed["accuracy"] for seed in seeds]
-    assert "| | mean ± standard deviation over seeds |" in text
-    assert f"| accuracy | {np.mean(accuracies):.4f} ± {np.std(accuracies, ddof=1):.4f} |" in text
+    expected = f"accuracy: {np.mean(accuracies):.4f} ± {np.std(accuracies, ddof=1):.4f}"
+    assert expected in (tuned / "model" / "README.md").read_text()
 
 
 def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatch):
-    """The test set is looked at once, after training, whatever it holds."""
+    """The test set is evaluated once, after training."""
     seen = []
     original = finetune.ExactTrainer.evaluate
 
@@ -97,19 +71,16 @@ def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatc
         return original(self, dataset, **kwargs) if dataset is not None else original(self, **kwargs)
 
     monkeypatch.setattr(finetune.ExactTrainer, "evaluate", evaluate)
-    settings = finetune.Settings(seeds=1, epochs=2, batch_size=8)
-    assert finetune.run(task, model, tmp_path, settings, small.QUIET, "") == 0
-    assert [name for name in seen if name == "test"] == ["test"]
-    assert seen[-1] == "test"
+    assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=2, batch_size=8)) == 0
+    assert seen == ["validation", "validation", "test"]
 
 
 @pytest.mark.parametrize(("accuracies", "epoch"), [((1, 1, 1), 3), ((0.5, 1, 0.5), 2), ((0.5, 1, 1), 3)])
 def test_of_equal_models_the_later_is_selected(task, model, tmp_path, monkeypatch, accuracies, epoch):
-    """A few rows may all be right by chance, before anything has been learnt."""
-    left = iter((*accuracies, 0))  # the last one is the test's
+    left = iter((*accuracies, 0))  # the last one is that of the test set
     monkeypatch.setattr(finetune, "_metrics", lambda prediction: {"accuracy": next(left), "f1": 0})
     settings = finetune.Settings(seeds=1, epochs=3, batch_size=16)
-    assert finetune.run(task, model, tmp_path, settings, small.QUIET, "") == 0
+    assert run(task, model, tmp_path, settings) == 0
     result = json.loads((tmp_path / "seed-0" / "result.json").read_text())
     assert result["step"] == epoch * settings.steps_per_epoch(len(task.train))
     assert result["validation_accuracy"] == 1
@@ -117,9 +88,9 @@ def test_of_equal_models_the_later_is_selected(task, model, tmp_path, monkeypatc
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
 def test_compiled_fine_tuning_is_the_same(task, model, tmp_path, monkeypatch):
-    """One graph for all lengths: embeddings, projections and two layers in training, and again in evaluation.
+    """One graph for all lengths: embeddings, projections and two layers, in training and in evaluation.
 
-    Without the last stage, of inductor, which pretraining is tested with.
+    Without inductor, which pretraining is tested with.
     """
     compile_part = torch.nn.Module.compile
     monkeypatch.setattr(
@@ -127,8 +98,7 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path, monkeypatch):
         "compile",
         lambda self, dynamic, options: compile_part(self, dynamic=dynamic, backend="aot_eager"),
     )
-    exact = tmp_path / "without dropout"
-    shutil.copytree(model, exact)
+    exact = Path(shutil.copytree(model, tmp_path / "without dropout"))
     fields = json.loads((exact / "config.json").read_text())
     fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (exact / "config.json").write_text(json.dumps(fields))
@@ -136,9 +106,9 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path, monkeypatch):
     for choice in ("no", "yes"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        # As many rows as k would be taken for one number, and both layers compiled once more for other batches.
+        # With as many rows as k, both would be taken for the same number, and layers be compiled again.
         settings = finetune.Settings(seeds=1, epochs=1, batch_size=10, precision="float32", compile=choice)
-        assert finetune.run(task, exact, tmp_path / choice, settings, small.QUIET, "") == 0
+        assert run(task, exact, tmp_path / choice, settings) == 0
         records = small.read_metrics(tmp_path / choice / "seed-0")
         losses.append([record["loss"] for record in records if "loss" in record])
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
@@ -146,7 +116,7 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("step", [30, 56], ids=["within", "last"])
-def test_interrupted_seed_goes_on(finished, task, model, tmp_path, monkeypatch, step):
+def test_interrupted_seed_resumes(tuned, task, model, tmp_path, monkeypatch, step):
     original = finetune.ExactTrainer.__init__
 
     def init(self, *args, **kwargs):
@@ -156,92 +126,102 @@ def test_interrupted_seed_goes_on(finished, task, model, tmp_path, monkeypatch, 
 
     with monkeypatch.context() as patch:
         patch.setattr(finetune.ExactTrainer, "__init__", init)
-        assert finetune.run(task, model, tmp_path, SETTINGS, small.QUIET, "") == 128 + signal.SIGTERM
+        assert run(task, model, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "seed-1").exists()
-    assert finetune.run(task, model, tmp_path, SETTINGS, small.QUIET, "") == 0
+    assert run(task, model, tmp_path) == 0
     for name in ("seed-0/result.json", "seed-1/result.json", "model/model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (finished / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (tuned / name).read_bytes()
 
 
-def test_finished_seeds_are_not_run_again(finished, task, model, tmp_path, monkeypatch):
-    out = tmp_path / "copy"
-    shutil.copytree(finished, out)
-    monkeypatch.setattr(finetune, "run_seed", lambda seed, *args: pytest.fail(f"seed {seed}"))
-    assert finetune.run(task, model, out, SETTINGS, small.QUIET, "") == 0
-    with pytest.raises(ValueError, match=r"holds a run with learning_rate=0.003, not 0.1; choose another"):
-        finetune.run(task, model, out, finetune.Settings(seeds=2, batch_size=8, learning_rate=0.1), small.QUIET, "")
-
-
-def test_seed_without_its_weights_is_run_again(finished, task, model, tmp_path):
-    out = tmp_path / "copy"
-    shutil.copytree(finished, out)
+def test_finished_seeds_are_not_run_again(tuned, task, model, tmp_path, monkeypatch):
+    out = Path(shutil.copytree(tuned, tmp_path / "copy"))
     expected = json.loads((out / "seed-1" / "result.json").read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "run_seed", lambda seed, *args: pytest.fail(f"seed {seed}"))
+        assert run(task, model, out) == 0
     shutil.rmtree(out / "seed-1" / "best")
-    assert finetune.run(task, model, out, SETTINGS, small.QUIET, "") == 0
+    assert run(task, model, out) == 0
     assert (out / "seed-1" / "best" / "model.safetensors").exists()
     assert json.loads((out / "seed-1" / "result.json").read_text()) == expected
 
 
 def test_one_seed_has_no_deviation(task, model, tmp_path, capsys):
-    settings = finetune.Settings(seeds=1, epochs=1, batch_size=8)
-    assert finetune.run(task, model, tmp_path, settings, Console(width=200), "") == 0
+    assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=1, batch_size=8), Console(width=200)) == 0
     accuracy, deviation = json.loads((tmp_path / "results.json").read_text())["accuracy"]
     assert deviation is None
-    said, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
-    assert f"│ accuracy │ {100 * accuracy:.2f} │ {100 * accuracy:.2f} │" in " ".join(said.split())
-    assert f"| | one seed |\n|---|---|\n| accuracy | {accuracy:.4f} |\n" in card
-    assert "±" not in said + card
+    shown, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
+    assert f"accuracy in %: {100 * accuracy:.2f} " in shown
+    assert f"accuracy: {accuracy:.4f}\n" in card
+    assert "±" not in shown + card
 
 
-def test_evaluate(finished, model, task, corpus):
-    results = json.loads((finished / "results.json").read_text())
-    best = max(results["seeds"], key=lambda seed: seed["validation_accuracy"])
-    assert predict.score(finished / "model", task, small.QUIET)["accuracy"] == pytest.approx(best["accuracy"])
-    expected = small.read_metrics(model.parent)[-1]["perplexity"]
-    assert predict.perplexity(model, corpus, small.QUIET, rows=8)["perplexity"] == pytest.approx(expected, rel=1e-4)
+def test_folders_of_other_runs(tuned, task, model, tmp_path):
+    out = Path(shutil.copytree(tuned, tmp_path / "copy"))
+    with refused("holds a run with learning_rate=0.003, not 0.1"):
+        run(task, model, out, finetune.Settings(seeds=2, batch_size=8, learning_rate=0.1))
+    with refused("holds a run with other data"):
+        run(table(tmp_path / "a.csv", 140), model, out)
+    with refused("holds 2 seeds, more than seeds=1"):
+        run(task, model, out, finetune.Settings(seeds=1, epochs=3, batch_size=8, learning_rate=3e-3))
+    with refused("holds a run of linformers pretrain"):
+        run(task, model, model.parent)
+    with refused("holds a run of linformers finetune"):
+        small.train(small.recipe(json.loads((model.parent / "run.json").read_text())["recipe"]["data"], out))
+    shutil.copytree(model, tmp_path / "model")
+    with refused("holds a model of unknown origin"):
+        run(task, model, tmp_path)
 
 
-def test_predict(finished, model, task):
-    out = io.StringIO()
-    assert predict.predict_lines(finished / "model", [f"{text}\n" for text in task.test.texts], out, batch_size=7) == 40
-    rows = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [row["text"] for row in rows] == task.test.texts
-    assert {row["label"] for row in rows} == {"dogs", "trees"}
-    out = io.StringIO()
-    predict.predict_lines(model, ["the quick <mask> fox"], out, best=3)
-    (row,) = (json.loads(line) for line in out.getvalue().splitlines())
-    assert len(row["guesses"]) == 3
-    assert 1 > row["guesses"][0]["score"] >= row["guesses"][1]["score"] > 0
-    assert [predict._word(token) for token in (" fox", "fox", "\n", " ")] == ["fox", "fox", "\n", " "]
+def test_other_weights_in_the_folder_of_the_model(task, model, corpus, tmp_path):
+    copy, out = tmp_path / "pretrained" / "model", tmp_path / "out"
+    shutil.copytree(model, copy)
+    assert run(task, copy, out, ONE) == 0
+    shutil.rmtree(copy.parent)
+    assert small.train(small.recipe(corpus, copy.parent, steps=4, seed=1)) == 0
+    with refused("holds a run with other weights"):
+        run(task, copy, out, ONE)
 
 
-def test_long_lines_are_cut_and_blank_ones_have_no_label(finished):
-    out = io.StringIO()
-    assert predict.predict_lines(finished / "model", ["the dog " * 200, " "], out) == 2
-    cut, blank = (json.loads(line) for line in out.getvalue().splitlines())
-    assert "label" in cut
-    assert blank == {"text": " ", "error": "the line is blank"}
+def test_failed_attempt_does_not_claim_a_folder(model, task, tmp_path):
+    with refused("max_length=2 leaves no room"):
+        run(task, model, tmp_path / "out", finetune.Settings(max_length=2))
+    assert run(task, model, tmp_path / "out", ONE) == 0
 
 
-def test_what_cannot_be(finished, model, task, corpus):
-    def refused(message):
-        return pytest.raises(ValueError, match=message)
+def test_damaged_best_weights_are_not_saved_as_the_model(tuned, task, model, tmp_path):
+    out = Path(shutil.copytree(tuned, tmp_path / "out"))
+    for weights in out.glob("seed-*/best/model.safetensors"):
+        content = bytearray(weights.read_bytes())
+        content[-5] ^= 1
+        weights.write_bytes(content)
+    with refused("the best weights are damaged: "):
+        run(task, model, out)
 
-    classifier, out = finished / "model", io.StringIO()
-    with refused("line 1 has 0 times '<mask>', expected once"):
-        predict.predict_lines(model, ["no mask"], out)
-    with refused("line 2 has 0 tabs, expected one between two texts"):
-        predict.predict_lines(classifier, ["a\tb", "a b"], out, pairs=True)
-    with refused("pairs has no effect on model=.* which fills in masks"):
-        predict.predict_lines(model, [], out, pairs=True)
-    with refused("predicts no words: perplexity needs a masked-language model"):
-        predict.perplexity(classifier, corpus, small.QUIET)
-    with refused("is no classifier: fine-tune it first"):
-        predict.score(model, task, small.QUIET)
-    with refused("holds no model: expected a folder that pretrain or finetune wrote"):
-        predict.predict_lines(corpus, [], out)
-    with refused("max_length=99 exceeds the n=32 of the model; resize it with model.resize_length first"):
+
+def test_maximum_length_is_saved_with_the_model(task, model, tmp_path):
+    assert run(task, model, tmp_path, ONE) == 0
+    assert finetune.load_tokenizer(tmp_path / "model").model_max_length == 16
+    assert finetune.load_tokenizer(model).model_max_length == 32
+    with refused("max_length=99 exceeds the model's n=32"):
         finetune.load_tokenizer(model, 99)
+
+
+def test_fine_tuned_model_with_other_labels(tuned, tmp_path):
+    task = table(tmp_path / "b.csv", 90, labels=("x", "y", "z"))
+    assert run(task, tuned / "model", tmp_path / "out", ONE) == 0
+    assert LinformerConfig.from_pretrained(tmp_path / "out" / "model").num_labels == 3
+
+
+@pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])
+@pytest.mark.parametrize(("rate", "low"), [(5e-5, True), (1e-3, False)])
+def test_warning_of_few_steps(epochs, few, rate, low, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune, "run_seed", lambda *rest: 1)  # nothing is trained
+    task = table(tmp_path / "a.csv", 40)
+    settings = finetune.Settings(epochs=epochs, batch_size=len(task.train) // 4, learning_rate=rate)
+    assert run(task, model, tmp_path / "out", settings, Console(width=200)) == 1
+    shown = capsys.readouterr().out
+    assert ("Only 4 steps" in shown) == few
+    assert ("--learning-rate 0.001" in shown) == (few and low)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +230,9 @@ def test_what_cannot_be(finished, model, task, corpus):
         ({"seeds": 0}, "seeds=0 must be a positive integer"),
         ({"learning_rate": 0}, "learning_rate=0 must be a positive number"),
         ({"precision": "fp8"}, "precision='fp8' is not one of 'auto', 'bf16', 'float32'"),
+        ({"max_length": -1}, "max_length=-1 must be a positive integer"),
     ],
 )
-def test_settings_that_cannot_be(fields, message):
-    with pytest.raises(ValueError, match=message):
-        finetune.Settings(**fields)
+def test_wrong_settings(fields, message, model, tmp_path):
+    with refused(message):
+        finetune.finetune("sst2", tmp_path, model=model, console=small.QUIET, command="", **fields)

@@ -138,7 +138,7 @@ def test_variants(tmp_path):
 def test_grid_of_variants(tmp_path):
     axes = [{"n64": {"model": {"max_position_embeddings": 64}}, "n32": {}}, {"a": {"steps": 1}, "b-c": {"model": {}}}]
     path = write(tmp_path, model={"max_position_embeddings": 32, "projected_length": 8}, variants=axes)
-    assert recipes.variant_names(path) == ["n64-a", "n64-b-c", "n32-a", "n32-b-c"]
+    assert set(recipes.variant_names(path)) == {"n64-a", "n64-b-c", "n32-a", "n32-b-c"}
     assert recipes.read(path, ["variant=n64-a"]).steps == 1
     assert recipes.read(path, ["variant=n64-b-c"]).max_length == 64
 

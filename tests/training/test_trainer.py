@@ -1,4 +1,4 @@
-"""A run that is interrupted and goes on equals one that was not, bit for bit."""
+"""An interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class SignalAt(TrainerCallback):
 
 
 def interrupt(monkeypatch, step, number=signal.SIGTERM):
-    """Make the next run receive a signal; the function returned takes that back, and nothing else."""
+    """Make the next run receive a signal; returns a function that undoes this."""
     original = pretrain.make_trainer
 
     def make_trainer(*args):
@@ -50,7 +50,7 @@ def interrupt(monkeypatch, step, number=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
-    """The uninterrupted run of each setting."""
+    """The uninterrupted run of a setting."""
     runs = {}
 
     def run(setting):
@@ -75,15 +75,15 @@ def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path, monkeypat
     small.assert_same_run(tmp_path, straight(setting))
 
 
-def test_runs_differ_where_they_should(corpus, straight, tmp_path):
-    """Another seed is another run, so that the comparison can fail."""
+def test_another_seed_is_another_run(corpus, straight, tmp_path):
+    """The comparison can fail."""
     small.train(small.recipe(corpus, tmp_path, **SETTINGS[0], seed=1))
     with pytest.raises(AssertionError):
         small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
 def test_intervals_may_change(corpus, tmp_path, monkeypatch):
-    """Whoever has lost work wants checkpoints more often from then on."""
+    """After losing work, users want more frequent checkpoints."""
     restore = interrupt(monkeypatch, 2)
     assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
     restore()
@@ -93,7 +93,7 @@ def test_intervals_may_change(corpus, tmp_path, monkeypatch):
 
 
 def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monkeypatch):
-    """transformers would give each of them the batch of the recipe, and all rows twice to two of them."""
+    """Transformers would multiply the batch size by the number of GPUs."""
     expected, original = straight(SETTINGS[0]), pretrain.training_arguments
 
     def with_two_gpus(recipe):
@@ -108,7 +108,7 @@ def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monke
 
 
 def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
-    """One that does not see the checkpoints would begin anew, and all would mix gradients of different steps."""
+    """A machine that does not see the checkpoints would start from scratch and mix gradients of different steps."""
     monkeypatch.setattr(ExactTrainer, "gather", lambda self, value: [value, 7])
     with pytest.raises(UserError, match=r"the processes see finished models: 0 and 7 in out="):
         small.train(small.recipe(corpus, tmp_path))
@@ -120,7 +120,7 @@ def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):
     assert (tmp_path / "checkpoint-8").exists()
 
 
-def test_a_signal_in_the_last_step_is_not_lost(corpus, straight, tmp_path, monkeypatch):
+def test_signal_in_the_last_step(corpus, straight, tmp_path, monkeypatch):
     restore = interrupt(monkeypatch, 23)
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 128 + signal.SIGTERM
     restore()
@@ -160,8 +160,8 @@ def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
-    """In step 13: the weights are those after step 12, and the run goes on from its last checkpoint once mended."""
+def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
+    """In step 13, the weights are those of step 12, and the run can resume from its last checkpoint."""
     original, seen = pretrain.make_trainer, {}
 
     def make_trainer(*args):
@@ -204,7 +204,7 @@ def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypa
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
 def test_compiled_training_is_the_same_training(corpus, tmp_path):
-    """Layers of equal sizes are one graph, or two, and all parts together train as they do uncompiled."""
+    """Equal layers share a graph or two, and losses are those of uncompiled training."""
     model = {"num_hidden_layers": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     losses = []
     for choice in ("no", "yes"):
@@ -213,10 +213,9 @@ def test_compiled_training_is_the_same_training(corpus, tmp_path):
         own = small.recipe(corpus, tmp_path / choice, compile=choice, model=model, steps=6, precision="float32")
         assert small.train(own) == 0
         losses.append([record["loss"] for record in read_metrics(tmp_path / choice) if "loss" in record])
-    # Embeddings, projections, the first layer and those with shifted windows, the head and the loss (whose sizes become
-    # variable in a second one), in training and in evaluation.
+    # Embeddings, projections, the first layer and those with shifted windows, the head and the loss (twice, since its
+    # sizes become dynamic), in training and in evaluation.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 13
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    # Whoever loads the model finds nothing of it.
     plain, compiled = (load_file(tmp_path / choice / "model" / "model.safetensors") for choice in ("no", "yes"))
     assert plain.keys() == compiled.keys()

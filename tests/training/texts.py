@@ -1,4 +1,4 @@
-"""A few hundred documents, the corpus made of them, and the way back."""
+"""A few hundred documents, a corpus of them, and their text from its tokens."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def run(sources, out, **options):
 
 
 def texts_of(opened, split):
-    """The documents of a split, back from their tokens."""
+    """The documents of a split, decoded."""
     stream, tokenizer = opened.tokens(split), opened.tokenizer()
     ids = stream.read(0, len(stream))
     ends = np.flatnonzero(ids == opened.eos_token_id)
@@ -39,6 +39,6 @@ def texts_of(opened, split):
 
 
 def contents(folder):
-    """All that a corpus holds, as bytes."""
+    """The bytes of all files of a corpus."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
@@ -122,27 +120,27 @@ def damage(folder: Path) -> str | None:
         return f"{folder / MANIFEST} is missing"
     except (ValueError, AttributeError, KeyError, TypeError):
         return f"{folder / MANIFEST} is not a list of files"
-    for path, (size, sha256) in expected.items():
-        if not path.is_file():
-            return f"{path} is missing, expected {size} bytes"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes, expected {size}"
-        if (actual := file_hash(path)) != sha256:
-            return f"{path} has sha256 {actual[:12]}…, expected {sha256[:12]}…"
+    return next(filter(None, (file_damage(path, *own) for path, own in expected.items())), None)
+
+
+def file_damage(path: Path, size: int, sha256: str | None = None) -> str | None:
+    """What is wrong with a file of known size and, if given, hash; `None` if it is intact."""
+    if not path.is_file():
+        return f"{path} is missing, expected {size} bytes"
+    if path.stat().st_size != size:
+        return f"{path} has {path.stat().st_size} bytes, expected {size}"
+    if sha256 is not None and (actual := file_hash(path)) != sha256:
+        return f"{path} has sha256 {actual}, expected {sha256}"
     return None
 
 
-def remove_unfinished(run: Path) -> None:
-    """Delete what a kill during a save left behind."""
-    for folder in run.glob(".checkpoint-*.unfinished"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
-    """Delete all checkpoints except the newest `keep` and the protected one."""
+    """Delete all checkpoints except the newest `keep` and the protected one, and what a kill left behind."""
     for folder in list_checkpoints(run)[keep:]:
         if folder != protected:
             _remove(folder)
+    for folder in run.glob(".checkpoint-*.unfinished"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
@@ -224,20 +222,12 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all random number generators of this process, ready for JSON."""
-    legacy = np.random.get_state(legacy=False)
-    return {
-        "python": random.getstate(),
-        "numpy": {**legacy, "state": {name: np.asarray(own).tolist() for name, own in legacy["state"].items()}},
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
-    }
+    """The states of torch's random number generators, ready for JSON; training uses no others."""
+    cuda = torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None
+    return {"cpu": torch.get_rng_state().tolist(), "cuda": cuda}
 
 
 def load_random_state(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))

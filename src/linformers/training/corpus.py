@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..checks import check_choice
 from ..errors import UserError
-from .checkpoints import file_hash
+from .checkpoints import file_damage
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -44,30 +44,26 @@ class Corpus:
         """Read the manifest, and check that all shards exist and have the right size."""
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
         except OSError as error:
-            raise UserError(f"{folder / MANIFEST} cannot be read: {error.strerror}") from None
+            reason = f"{error.strerror}; run linformers prepare"
+            raise UserError(f"data={str(folder)!r} holds no corpus: {reason}") from None
         except ValueError as error:
             raise UserError(f"{folder / MANIFEST} is damaged: {error}") from None
         found = manifest.get("format") if isinstance(manifest, dict) else None
         if found != FORMAT:
             raise UserError(f"{folder / MANIFEST} has format {found!r}, expected {FORMAT}: prepare the corpus again")
         corpus = cls(folder, manifest)
-        for shard in corpus._shards():
-            path = folder / shard["file"]
-            if not path.is_file():
-                raise UserError(f"shard {path} is missing, expected {shard['bytes']} bytes")
-            if path.stat().st_size != shard["bytes"]:
-                raise UserError(f"shard {path} has {path.stat().st_size} bytes, expected {shard['bytes']}")
+        corpus._check_shards()
         return corpus
+
+    def _check_shards(self, hashes: bool = False) -> None:
+        for shard in self._shards():
+            if wrong := file_damage(self.folder / shard["file"], shard["bytes"], shard["sha256"] if hashes else None):
+                raise UserError(f"data={str(self.folder)!r} is damaged: {wrong}")
 
     def verify(self) -> None:
         """Check the hash of every shard and of the tokenizer."""
-        for shard in self._shards():
-            path = self.folder / shard["file"]
-            if (found := file_hash(path)) != shard["sha256"]:
-                raise UserError(f"shard {path} is damaged: its sha256 is {found}, expected {shard['sha256']}")
+        self._check_shards(hashes=True)
         if (found := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
             raise UserError(f"{self.folder / TOKENIZER} has the hash {found}, expected {self.tokenizer_hash}")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
@@ -25,7 +24,7 @@ from .pretrain import model_card
 from .recipe import COMPILE, PRECISIONS
 from .rows import EpochOrder, collate, encode, longest_first
 from .tasks import TaskData, classification_metrics, plus_minus, spread
-from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, read_metrics, train
+from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
 BEST = "best"  # the folder of a seed's best weights
 MIN_STEPS_TO_COMPILE = 1000  # about what a minute of compiling saves
@@ -80,10 +79,8 @@ def finetune(
 def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Console, command: str) -> int:
     """Fine-tune with each seed, report on the test set, and save the model that is best on the validation set.
 
-    A finished seed is not repeated, and an interrupted one continues from its newest checkpoint.
-
-    Returns:
-        The exit code: 0, or 128 plus the number of the signal that stopped the run.
+    A finished seed is not repeated, and an interrupted one resumes. Returns the exit code: 0, or 128 plus the number
+    of the signal that stopped the run.
     """
     tokenizer = load_tokenizer(model, settings.max_length)
     sets = {
@@ -106,7 +103,6 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
             console.print(few, style="yellow", highlight=False)
         for seed in range(settings.seeds):
             folder = out / f"seed-{seed}"
-            checkpoints.remove_unfinished(folder)
             done = (folder / "result.json").exists() and (folder / BEST).exists()
             if not done and (code := run_seed(seed, task, model, folder, settings, sets, tokenizer, console)):
                 return code
@@ -148,33 +144,7 @@ def run_seed(
     classifier = load_model(model, task.label_names)
     too_short = settings.compile == "auto" and steps * settings.seeds < MIN_STEPS_TO_COMPILE
     compile_model(classifier, "no" if too_short else settings.compile, any_length=True)
-    trainer = ExactTrainer(
-        classifier,
-        training_arguments(folder, settings, steps, steps_per_epoch, seed),
-        data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=tokenizer.model_max_length),
-        train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size, settings.batch_size),
-        eval_dataset=sets["validation"],
-        compute_metrics=_metrics,
-        processing_class=tokenizer,
-    )
-    title = f"{task.name}, seed {seed}"
-    if code := train(trainer, console, title=title, score="accuracy", unit="rows", units_per_step=settings.batch_size):
-        return code
-    best = trainer.state.best_global_step
-    checkpoint = _intact(folder / f"checkpoint-{best}")
-    trainer._load_from_checkpoint(str(checkpoint))
-    scores = trainer.evaluate(sets["test"], metric_key_prefix="test")
-    result = {"seed": seed, "step": best, "validation_accuracy": trainer.state.best_metric}
-    result |= {name: scores[f"test_{name}"] for name in ("accuracy", "f1")}
-    checkpoints.write_folder(folder / BEST, lambda place: shutil.copy(checkpoint / MODEL, place / MODEL))
-    checkpoints.write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
-    return 0
-
-
-def training_arguments(
-    folder: Path, settings: Settings, steps: int, steps_per_epoch: int, seed: int
-) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=settings.batch_size,
@@ -196,6 +166,27 @@ def training_arguments(
         seed=seed,
         **common_arguments(settings.precision),
     )
+    trainer = ExactTrainer(
+        classifier,
+        arguments,
+        data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=tokenizer.model_max_length),
+        train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size, settings.batch_size),
+        eval_dataset=sets["validation"],
+        compute_metrics=_metrics,
+        processing_class=tokenizer,
+    )
+    title = f"{task.name}, seed {seed}"
+    if code := train(trainer, console, title=title, score="accuracy", unit="rows", units_per_step=settings.batch_size):
+        return code
+    best = trainer.state.best_global_step
+    checkpoint = _intact(folder / f"checkpoint-{best}")
+    trainer._load_from_checkpoint(str(checkpoint))
+    scores = trainer.evaluate(sets["test"], metric_key_prefix="test")
+    result = {"seed": seed, "step": best, "validation_accuracy": trainer.state.best_metric}
+    result |= {name: scores[f"test_{name}"] for name in ("accuracy", "f1")}
+    checkpoints.write_folder(folder / BEST, lambda place: shutil.copy(checkpoint / MODEL, place / MODEL))
+    checkpoints.write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    return 0
 
 
 def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClassification:
@@ -240,7 +231,6 @@ def _report(
 ) -> None:
     """Write mean and deviation over the seeds, and the best model with its card."""
     seeds = [json.loads((out / f"seed-{seed}" / "result.json").read_text()) for seed in range(settings.seeds)]
-    records = [record for seed in range(settings.seeds) for record in read_metrics(out / f"seed-{seed}")]
     results: dict[str, Any] = {
         "task": task.name,
         "reported_on": task.reported_on,
@@ -250,8 +240,6 @@ def _report(
         "f1": spread([result["f1"] for result in seeds]),
         "f1_of": tasks.f1_of(task.label_names),
         "seeds": seeds,
-        "rows_per_second": max(record.get("rows_per_second", 0.0) for record in records),
-        "peak_bytes": max(record.get("peak_bytes", 0) for record in records) or None,
         "made_with": sentence(command),
     }
     best = max(seeds, key=lambda result: result["validation_accuracy"])
@@ -276,10 +264,9 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
 
     checkpoints.write_folder(out / "model", fill)
     checkpoints.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
-    table = Table("", *(f"seed {result['seed']}" for result in seeds), "mean", title=f"{task.name}, in %")
     for name in ("accuracy", "f1"):
-        values = (f"{100 * result[name]:.2f}" for result in seeds)
-        table.add_row(name, *values, plus_minus(results[name], 2, scale=100))
-    table.caption = f"on {task.reported_on}, {len(task.test):,} rows" + (f"; {task.note}" if task.note else "")
-    console.print(table)
+        each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
+        console.print(f"{name} in %: {plus_minus(results[name], 2, scale=100)} (seeds: {each})", highlight=False)
+    note = f"; {task.note}" if task.note else ""
+    console.print(f"on {len(task.test):,} rows of {task.reported_on}{note}", markup=False, highlight=False)
     console.print(f"scores in {out / 'results.json'}, best model in {out / 'model'}", markup=False)

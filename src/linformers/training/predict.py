@@ -49,15 +49,8 @@ def predict_lines(
 ) -> int:
     """Write a JSON object for each line: its label and score, or guesses for its `<mask>`.
 
-    A line that is blank or wrong gets an `error`. After all lines, the first error is raised, except for blank lines.
-
-    Args:
-        model: the folder of a model.
-        lines: texts; with `pairs`, two texts separated by a tab.
-        out: where to write.
-        pairs: whether lines contain pairs of texts.
-        best: the number of guesses for a mask.
-        batch_size: lines per pass.
+    With `pairs`, a line has two texts separated by a tab; `best` is the number of guesses. A line that is blank or
+    wrong gets an `error`. After all lines, the first error is raised, except for blank lines.
 
     Returns:
         The number of lines.
@@ -136,13 +129,13 @@ def evaluate(
 
     Options that have no effect are refused.
     """
-    given = {"text": text != "text", "label": label != "label"}
-    values: dict[str, object] = {"text": text, "label": label, "rows": rows, "mask_share": mask_share}
+    useless: tuple[tuple[str, object, object], ...] = (("text", text, "text"), ("label", label, "label"))
     if task is not None:
-        given = {"rows": rows != 1024, "mask_share": mask_share != 0.15}
-    for option in (option for option, changed in given.items() if changed):
-        where = "perplexity: name a task" if task is None else f"task={task!r}: it is for perplexity"
-        raise UserError(f"{option}={values[option]!r} has no effect on {where}")
+        useless = (("rows", rows, 1024), ("mask_share", mask_share, 0.15))
+    for option, value, default in useless:
+        if value != default:
+            where = "perplexity: name a task" if task is None else f"task={task!r}: it is for perplexity"
+            raise UserError(f"{option}={value!r} has no effect on {where}")
     if task is None:
         if data is None:
             raise UserError("data is missing: name a corpus of linformers prepare, or --task and its data")

@@ -66,9 +66,6 @@ def prepare(
         shard_tokens: the largest number of tokens in a file.
         workers: threads that encode; by default one for each core.
         console: shows progress and the result.
-
-    Returns:
-        The manifest of the corpus.
     """
     check_size("tokenizer_documents", tokenizer_documents)
     check_size("shard_tokens", shard_tokens)
@@ -90,10 +87,8 @@ def prepare(
         if own is None:
             with progress(console) as bars:
                 task = bars.add_task("tokenizer", total=tokenizer_documents)
-                own = train_tokenizer(
-                    _sample(all_sources, text_column, share, tokenizer_documents, lambda: bars.advance(task)),
-                    vocab_size,
-                )
+                sample = _sample(all_sources, text_column, share, tokenizer_documents, lambda: bars.advance(task))
+                own = train_tokenizer(sample, vocab_size)
                 bars.update(task, total=bars.tasks[task].completed)
         own.save_pretrained(out / TOKENIZER)
         vocabulary = max(own.get_vocab().values()) + 1
@@ -122,10 +117,7 @@ def prepare(
     for name, split in splits.items():
         console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
     if splits["validation"]["tokens"] < MIN_VALIDATION_TOKENS:
-        few = (
-            "The validation set is small, so perplexity will be noisy: use --validation or a larger --validation-share"
-        )
-        console.print(few, style="yellow", highlight=False)
+        console.print("The validation set is small: use --validation or a larger --validation-share", style="yellow")
     rate = sum(split["tokens"] for split in splits.values()) / (time.perf_counter() - began)
     summary = f"Written to {out}: a vocabulary of {vocabulary:,} tokens; {rate:,.0f} tokens per second"
     console.print(summary, highlight=False, markup=False)

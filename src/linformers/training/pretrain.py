@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,11 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
         The exit code: 0, or 128 plus the number of the signal that stopped the run.
     """
     out, corpus = Path(recipe.out), Corpus.open(Path(recipe.data))
-    with _deterministic(recipe.deterministic):
-        make_folder("out", out)
-        arguments = training_arguments(recipe)
-        if arguments.should_save:
-            corpus.verify()
-            with checkpoints.locked(out):
-                code = _train(recipe, corpus, arguments, out, console, command)
-        else:
-            code = _train(recipe, corpus, arguments, out, Console(quiet=True), command)
+    make_folder("out", out)
+    arguments = training_arguments(recipe)
+    writes = arguments.should_save  # of several processes, the first
+    with _deterministic(recipe.deterministic), checkpoints.locked(out) if writes else nullcontext():
+        code = _train(recipe, corpus, arguments, console if writes else Console(quiet=True), command)
     if dist.is_initialized():  # not after an error: this could wait for processes that continue
         dist.destroy_process_group()
     return code
@@ -68,54 +64,45 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _train(
-    recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, out: Path, console: Console, command: str
-) -> int:
+def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console: Console, command: str) -> int:
+    model = Path(recipe.out) / "model"
+    if arguments.should_save:
+        corpus.verify()
     trainer = make_trainer(recipe, corpus, arguments)
     if arguments.should_save:
-        _claim(out, recipe, corpus)
-        checkpoints.remove_unfinished(out)
+        _claim(recipe, corpus)
     trainer.accelerator.wait_for_everyone()
-    if trainer.check_shared("finished models:", int((out / "model").exists())):
-        console.print(f"{out / 'model'} exists: this run is finished.", highlight=False)
+    if trainer.check_shared("finished models:", int(model.exists())):
+        console.print(f"{model} exists: this run is finished.", highlight=False)
         return 0
-    for warning in _warnings(recipe, corpus, arguments):
-        console.print(warning, style="yellow", highlight=False)
+    if recipe.warmup_steps >= recipe.steps:
+        few = f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
+        console.print(few, style="yellow", highlight=False)
+    if (gpus := torch.cuda.device_count()) > 1 and arguments.world_size == 1:
+        console.print(f"using 1 of {gpus} GPUs; torchrun --nproc_per_node={gpus} -m linformers … uses all of them")
     title, units = describe(trainer.model.config), recipe.batch_size * recipe.max_length
     code = train(trainer, console, title=title, score="perplexity", unit="tokens", units_per_step=units)
     if code:
         return code
-    weights = trainer.full_weights()
+    weights = trainer.full_weights()  # all processes take part
     if arguments.should_save:
-        _save_model(trainer.model, weights, recipe, corpus, command)
-        perplexity = read_metrics(out)[-1]["perplexity"]
-        console.print(f"validation perplexity {perplexity:.2f}; model in {out / 'model'}", markup=False)
+        perplexity = _save_model(trainer.model, weights, recipe, corpus, command)
+        console.print(f"validation perplexity {perplexity:.2f}; model in {model}", markup=False)
     trainer.accelerator.wait_for_everyone()
     return 0
 
 
-def _claim(out: Path, recipe: Recipe, corpus: Corpus) -> None:
+def _claim(recipe: Recipe, corpus: Corpus) -> None:
     """Record what is trained in a folder; refuse a folder with another run."""
     start = None if recipe.start is None else checkpoints.model_hash(Path(recipe.start))
     settings = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash, "corpus": corpus.hash, "start": start}
-    saved = checkpoints.claim(out, "pretrain", settings)
+    saved = checkpoints.claim(Path(recipe.out), "pretrain", settings)
     if changed := differences(recipe, saved["recipe"]):
         raise UserError(f"out={recipe.out!r} holds another run: {'; '.join(changed)}; choose another out")
     for name, argument in {"tokenizer": "data", "corpus": "data", "start": "start"}.items():
         if saved.get(name) != settings[name]:
-            what, value = {"start": "weights"}.get(name, name), getattr(recipe, argument)
-            raise UserError(f"{argument}={value!r} has another {what} than the run in out={recipe.out!r}")
-
-
-def _warnings(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -> Iterator[str]:
-    """What is possible but probably not intended."""
-    if recipe.warmup_steps >= recipe.steps:
-        yield f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
-    rows = corpus.manifest["splits"]["train"]["tokens"] // recipe.max_length
-    if recipe.batch_size > rows:
-        yield f"batch_size={recipe.batch_size} exceeds the {rows} rows of data={recipe.data!r}: a step repeats some"
-    if (gpus := torch.cuda.device_count()) > 1 and arguments.world_size == 1:
-        yield f"using 1 of {gpus} GPUs; torchrun --nproc_per_node={gpus} -m linformers … uses all of them"
+            value = getattr(recipe, argument)
+            raise UserError(f"{argument}={value!r} has other content than in the run in out={recipe.out!r} ({name})")
 
 
 # Model, rows and trainer.
@@ -241,24 +228,36 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 def _save_model(
     model: LinformerForMaskedLM, weights: dict[str, Any], recipe: Recipe, corpus: Corpus, command: str
-) -> None:
-    """Save the model with its card, and plot the curve."""
-    out = Path(recipe.out)
-    records = read_metrics(out)
+) -> float:
+    """Save the model with its card, plot the curve, and return the last perplexity."""
+    out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
+    records, splits = read_metrics(out), corpus.manifest["splits"]
+    held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
+    size = sum(parameter.numel() for parameter in model.parameters())
+    text = f"""\
+An encoder of {size / 1e6:.1f}M parameters, pretrained by masked-language modeling.
+
+- Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
+- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
+- Validation data: {splits["validation"]["tokens"]:,} tokens from {held_out}
+
+```yaml
+{yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
+```
+"""
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder, state_dict=weights)
-        tokenizer = corpus.tokenizer()
         tokenizer.model_max_length = model.config.max_position_embeddings
         tokenizer.save_pretrained(folder)
-        size = sum(parameter.numel() for parameter in model.parameters())
-        (folder / "README.md").write_text(_card(describe(model.config), size, records, recipe, corpus, command))
+        (folder / "README.md").write_text(model_card("fill-mask", title, text, command))
 
     if find_spec("matplotlib"):
         from .. import plots
 
-        plots.training({describe(model.config): records}, out / "curve.png")
+        plots.training({title: records}, out / "curve.png")
     checkpoints.write_folder(out / "model", fill)  # last: it marks the run as finished
+    return records[-1]["perplexity"]
 
 
 def describe(config: LinformerConfig) -> str:
@@ -269,29 +268,8 @@ def describe(config: LinformerConfig) -> str:
     return f"Linformer, n={n}, k={config.projected_length}{window}, {config.projection}, {config.sharing}"
 
 
-def _card(title: str, size: int, records: list[dict[str, Any]], recipe: Recipe, corpus: Corpus, command: str) -> str:
-    splits, sources = corpus.manifest["splits"], corpus.manifest["sources"]
-    held_out = ", ".join(corpus.manifest.get("validation_sources") or ["the same sources"])
-    return model_card(
-        "fill-mask",
-        title,
-        f"""\
-An encoder of {size / 1e6:.1f}M parameters, pretrained by masked-language modeling.
-
-- Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
-- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(sources[:5])}{" and more" * (len(sources) > 5)}
-- Validation data: {splits["validation"]["tokens"]:,} tokens from {held_out}
-
-```yaml
-{yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
-```
-""",
-        command,
-    )
-
-
 def model_card(task: str, title: str, text: str, command: str) -> str:
-    """The README.md of a model, for a task of transformers' pipelines."""
+    """The README.md of a model for a task of transformers' pipelines."""
     return f"""---
 library_name: transformers
 pipeline_tag: {task}

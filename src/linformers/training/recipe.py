@@ -67,19 +67,16 @@ class Recipe:
                 raise UserError(f"{name}={getattr(self, name)!r} must be a folder")
         if not isinstance(self.start, str | None) or self.start == "":
             raise UserError(f"start={self.start!r} must be the folder of a model, or null")
-        for name in ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"):
-            check_size(name, getattr(self, name))
-        for name in ("warmup_steps", "workers", "rows_at_once", "seed"):
-            value = getattr(self, name)
-            if not is_number(value, int) or value < 0:
-                raise UserError(f"{name}={value!r} must be 0 or a positive integer")
-        for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "mask_share"):
-            check_positive(name, getattr(self, name))
-        for name in ("adam_beta1", "adam_beta2", "mask_share", "weight_decay", "short_rows"):
-            check_probability(name, getattr(self, name))
-        for name in ("deterministic", "gradient_checkpointing", "shard"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}={getattr(self, name)!r} must be true or false")
+        checks: dict[Any, tuple[str, ...]] = {
+            check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
+            _check_count: ("warmup_steps", "workers", "rows_at_once", "seed"),
+            check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm", "mask_share"),
+            check_probability: ("adam_beta1", "adam_beta2", "mask_share", "weight_decay", "short_rows"),
+            _check_bool: ("deterministic", "gradient_checkpointing", "shard"),
+        }
+        for check, names in checks.items():
+            for name in names:
+                check(name, getattr(self, name))
         check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("compile", self.compile, COMPILE)
@@ -236,6 +233,16 @@ def _model_fields(fields: Any) -> dict[str, Any]:
     if not isinstance(fields or {}, dict):
         raise UserError(f"model={fields!r} must be fields of LinformerConfig, such as projected_length: 128")
     return fields or {}
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not is_number(value, int) or value < 0:
+        raise UserError(f"{name}={value!r} must be 0 or a positive integer")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UserError(f"{name}={value!r} must be true or false")
 
 
 def _check_key(name: str, names: Iterable[str]) -> None:

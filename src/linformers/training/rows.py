@@ -52,7 +52,7 @@ class MaskedRows(Dataset):
         seed: the seed of the run.
         mask_share: the share of tokens to predict.
         short_rows: the share of rows that are padded from a random position on.
-        shuffle: whether rows are in random order instead of that of the corpus.
+        shuffle: whether rows are in random order.
     """
 
     def __init__(

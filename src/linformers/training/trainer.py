@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .. import LinformerForMaskedLM
@@ -62,14 +61,8 @@ class ExactTrainer(Trainer):
         if self.is_sharded:  # FSDP reduces gradients; another wrapper would do so twice
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.remove_callback(PrinterCallback)
-        self._signals = _SignalCallback(self)
-        self.add_callback(self._signals)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self._signals.restore_handlers()
+        self.signals = _SignalCallback(self)
+        self.add_callback(self.signals)
 
     # Saving.
 
@@ -179,13 +172,12 @@ class ExactTrainer(Trainer):
 
     def restore_loss(self) -> None:
         """Restore the loss since the last log, so that the next log entry is that of an uninterrupted run."""
-        if self._restored is not None:
-            losses = self._restored["losses"]
-            same = len(losses) == self.args.world_size
-            own = losses[self.args.process_index] if same else sum(losses) / len(losses)
-            self._tr_loss = torch.tensor(own, device=self.args.device)
-            self._globalstep_last_logged = self._restored["last_logged"]
-            self._restored = None
+        if self._restored is None:
+            return
+        losses, self._globalstep_last_logged = self._restored["losses"], self._restored["last_logged"]
+        same = len(losses) == self.args.world_size
+        own = losses[self.args.process_index] if same else sum(losses) / len(losses)
+        self._tr_loss, self._restored = torch.tensor(own, device=self.args.device), None
 
     # Steps.
 
@@ -307,7 +299,7 @@ def common_arguments(precision: str) -> dict[str, Any]:
         "train_sampling_strategy": "sequential",  # the rows are already shuffled
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,
-        "report_to": [],
+        "report_to": ["tensorboard"] if find_spec("tensorboard") else [],
         "disable_tqdm": True,
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
@@ -318,10 +310,7 @@ def common_arguments(precision: str) -> dict[str, Any]:
 def compile_model(model: PreTrainedModel, choice: str, *, any_length: bool = False) -> None:
     """Compile a model in place, layer by layer, which takes half the time of compiling it as a whole.
 
-    Args:
-        model: any Linformer.
-        choice: `"yes"`, `"no"`, or `"auto"`: on a GPU.
-        any_length: whether inputs have many lengths; they then share one graph.
+    `choice` is `"yes"`, `"no"`, or `"auto"`: on a GPU. With `any_length`, inputs of all lengths share one graph.
     """
     if choice == "no" or (choice == "auto" and not torch.cuda.is_available()):
         return
@@ -342,38 +331,23 @@ def compile_model(model: PreTrainedModel, choice: str, *, any_length: bool = Fal
 def train(trainer: ExactTrainer, console: Console, *, title: str, score: str, unit: str, units_per_step: int) -> int:
     """Train from the newest intact checkpoint, if there is one, and write the log to `metrics.jsonl`.
 
-    Args:
-        trainer: what to train, in the folder `trainer.args.output_dir`.
-        console: shows progress.
-        title: what is trained.
-        score: the result of a validation, `"perplexity"` or `"accuracy"`.
-        unit: the unit of speed, `"tokens"` or `"rows"`.
-        units_per_step: the number of units in a step.
-
-    Returns:
-        The exit code: 0, or 128 plus the number of the signal that stopped the run.
+    Validation gives a `score`, `"perplexity"` or `"accuracy"`; speed is in `unit`, `"tokens"` or `"rows"`. Returns the
+    exit code: 0, or 128 plus the number of the signal that stopped the run.
     """
 
     def say(message: str) -> None:
         console.print(f"{title}: {message}", highlight=False, markup=False)
 
-    run, events = Path(trainer.args.output_dir), None
-    resume = checkpoints.newest_intact(run, say)
+    resume = checkpoints.newest_intact(Path(trainer.args.output_dir), say)
     step = trainer.check_shared("checkpoints of steps", 0 if resume is None else checkpoints.step_of(resume))
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
-    if find_spec("tensorboard") and trainer.is_world_process_zero():
-        from torch.utils.tensorboard import SummaryWriter
-
-        events = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-        trainer.add_callback(TensorBoardCallback(events))
     try:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     finally:
+        trainer.signals.restore_handlers()
         monitor.bars.stop()
-        if events:
-            events.close()
     if trainer.stopped_by is None:
         return 0
     say(f"stopped by a signal; saved step {trainer.state.global_step}")

@@ -1,0 +1,166 @@
+"""Prediction and evaluation with saved models, and the whole path from text to predictions."""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from linformers.errors import UserError
+from linformers.training import finetune, predict, prepare, pretrain
+
+from . import kills, small
+
+
+def refused(message):
+    return pytest.raises(UserError, match=re.escape(message))
+
+
+def answers(model, lines, **options):
+    out = io.StringIO()
+    count = predict.predict_lines(model, lines, out, **options)
+    rows = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert count == len(rows)
+    return rows
+
+
+def evaluate(model, **options):
+    return predict.evaluate(model, console=small.QUIET, **options)
+
+
+def test_labels(tuned, task):
+    texts = [example.text for example in task.test]
+    rows = answers(tuned / "model", [f"{text}\n" for text in texts], batch_size=7)
+    assert [row["text"] for row in rows] == texts
+    assert {row["label"] for row in rows} == {"dogs", "trees"}
+
+
+def test_words(model):
+    (row,) = answers(model, ["the quick <mask> fox"], best=3)
+    assert len(row["guesses"]) == 3
+    assert 1 > row["guesses"][0]["score"] >= row["guesses"][1]["score"] > 0
+    tokens = [{"token_str": token, "score": 1} for token in (" fox", "fox", "\n", " ")]
+    assert [guess["word"] for guess in predict._guesses(tokens)["guesses"]] == ["fox", "fox", "\n", " "]
+
+
+def test_long_lines_are_truncated_and_blank_ones_have_no_label(tuned):
+    cut, blank = answers(tuned / "model", ["the dog " * 200, " "])
+    assert "label" in cut
+    assert blank == {"text": " ", "error": "the line is blank"}
+
+
+def test_checkpoints_are_models(model):
+    first, second = (answers(folder, ["the quick <mask> jumps"]) for folder in (model, model.parent / "checkpoint-24"))
+    assert first == second
+
+
+def test_wrong_lines_do_not_stop_the_others(model):
+    far = "the dog " * 50 + "<mask>"
+    lines = ["a <mask>", "", "no mask", "the <mask>", far, "", "a dog <mask>", "<mask> <mask>"]
+    wrong = [None, "blank", "has 0 times '<mask>'", None, "after the first 32 tokens", "blank", None, "has 2 times"]
+    for size in (1, 3, 32):
+        out = io.StringIO()
+        with refused("line 3 has 0 times '<mask>', expected one; 2 more lines have errors"):
+            predict.predict_lines(model, lines, out, batch_size=size)
+        rows = [json.loads(line) for line in out.getvalue().splitlines()]
+        assert [row["text"] for row in rows] == lines
+        for row, expected in zip(rows, wrong, strict=True):
+            assert ("guesses" in row) == (expected is None)
+            assert expected is None or expected in row["error"]
+    assert len(answers(model, ["a <mask>\n", " \n"])) == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_files_and_standard_input(encoding, model, tmp_path, monkeypatch):
+    out, again = io.StringIO(), io.StringIO()
+    (tmp_path / "lines.txt").write_text("a <mask>\nthe <mask>\n", encoding=encoding)
+    predict.predict(model, tmp_path / "lines.txt", out)
+    stdin = io.TextIOWrapper(io.BytesIO(b"a \xe9 <mask>\nthe <mask>\n"), encoding="ascii")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    predict.predict(model, None, again)
+    assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == ["a <mask>", "the <mask>"]
+    assert json.loads(again.getvalue().splitlines()[0])["text"] == "a \ufffd <mask>"
+    with refused(f"file={str(tmp_path)!r}"):
+        predict.predict(model, tmp_path, out)
+
+
+def test_wrong_arguments_of_predict(tuned, model, corpus, tmp_path):
+    with refused("line 2 has 0 tabs, expected one between two texts"):
+        answers(tuned / "model", ["a\tb", "a b"], pairs=True)
+    with refused("pairs has no effect on model="):
+        answers(model, [], pairs=True)
+    with refused("holds no model"):
+        answers(corpus, [])
+    with refused("best=100000 exceeds the 300 tokens"):
+        answers(model, [], best=100_000)
+    unfinished = Path(shutil.copytree(model.parent, tmp_path / "run"))
+    shutil.rmtree(unfinished / "model")
+    os.utime(unfinished / "checkpoint-20", (0, 0))
+    with refused("checkpoint-24'"):
+        answers(unfinished, [])
+    weights = Path(shutil.copytree(model, tmp_path / "model")) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with refused("model.safetensors is damaged"):
+        answers(tmp_path / "model", ["a <mask>"])
+
+
+def test_evaluate(tuned, model, task, corpus, files):
+    results = json.loads((tuned / "results.json").read_text())
+    best = max(results["seeds"], key=lambda seed: seed["validation_accuracy"])
+    found = evaluate(tuned / "model", task=str(files / "test.csv"), text="sentence", label="kind")
+    assert found["accuracy"] == pytest.approx(best["accuracy"])
+    assert (found["f1"], found["rows"], found["f1_of"]) == (pytest.approx(best["f1"]), 40, "'trees'")
+    assert predict.score(tuned / "model", task, small.QUIET)["accuracy"] == pytest.approx(best["accuracy"])
+    expected = small.read_metrics(model.parent)[-1]["perplexity"]
+    assert evaluate(model, data=corpus, rows=8)["perplexity"] == pytest.approx(expected, rel=1e-4)
+    few, many = (evaluate(model, data=corpus, mask_share=share)["masked_tokens"] for share in (0.15, 0.5))
+    assert many > 2 * few
+
+
+def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
+    classifier, file = tuned / "model", str(files / "test.csv")
+    for own, options, message in [
+        (model, {"data": corpus, "label": "stars"}, "label='stars' has no effect on perplexity"),
+        (classifier, {"task": file, "rows": 5}, f"rows=5 has no effect on task={file!r}"),
+        (model, {}, "data is missing"),
+        (classifier, {"data": corpus}, "is not a masked-language model"),
+        (model, {"task": file}, "is not a classifier"),
+        (classifier, {"task": file, "data": corpus}, f"has no effect on task={file!r}"),
+        (classifier, {"task": "none.csv"}, "task='none.csv'"),
+        (classifier, {"task": "sst3"}, "task='sst3' is not one of"),
+        (classifier, {"task": file, "text": "sentence"}, "no column 'label'"),
+        (model, {"data": corpus, "rows": 0}, "rows=0 must be a positive integer"),
+        (model, {"data": corpus, "mask_share": 2}, "mask_share=2 must be above 0 and below 1"),
+    ]:
+        with refused(message):
+            evaluate(own, **options)
+    other = [f"{text},{label}" for text, label in (("a b", "x"), ("c d", "y"))]
+    (tmp_path / "other.csv").write_text("text,label\n" + "\n".join(other) + "\n")
+    with refused("has the label 'x'"):
+        evaluate(classifier, task=str(tmp_path / "other.csv"))
+
+
+def test_whole_path(files, tmp_path):
+    """Prepare, pretrain, kill, resume, fine-tune, evaluate and predict."""
+    data, out = small.corpus(tmp_path), tmp_path / "run"
+    assert prepare.MANIFEST in {path.name for path in data.iterdir()}
+    child = kills.start(data, out)
+    while not any(out.glob("checkpoint-*")):
+        assert not kills.ended(child)
+    assert kills.kill_after(child, 0)
+    recipe = small.recipe(data, out, save_every=kills.SAVE_EVERY, steps=kills.STEPS)
+    assert pretrain.run(recipe, small.QUIET, "") == 0
+    assert small.train(small.recipe(data, tmp_path / "straight", save_every=kills.SAVE_EVERY, steps=kills.STEPS)) == 0
+    small.assert_same_run(out, tmp_path / "straight")
+    arguments = {"text": "sentence", "label": "kind", "seeds": 1, "epochs": 1, "batch_size": 8}
+    code = finetune.finetune(
+        str(files / "train.csv"), tmp_path / "tuned", model=out / "model", console=small.QUIET, command="", **arguments
+    )
+    assert code == 0
+    (row,) = answers(tmp_path / "tuned" / "model", ["the quick fox"])
+    assert row["label"] in ("dogs", "trees")
+    assert evaluate(out / "model", data=data)["perplexity"] > 1
