@@ -1,27 +1,30 @@
-# Every target does the set-up it needs, from Python 3.11+ and make alone.
+# Each target sets up what it needs. Requirements: Python 3.11 or newer, and make.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 ARGS ?=
+DATA ?=
 
-# Some virtual machines advertise AMX and trap on its first use.
+# Some virtual machines advertise AMX but trap on its first use.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
-# uv reads its own variables: hand it the folders of wheels that pip would look into.
+# uv does not read pip's variables: pass on the folders of local wheels.
 comma := ,
 empty :=
 export UV_FIND_LINKS ?= $(subst $(empty) $(empty),$(comma),$(PIP_FIND_LINKS))
 # Importing transformers without compiled bytecode takes four times as long.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help setup demo test common lint bench clean
+.PHONY: help setup demo test common lint bench paper clean
 
 help:
-	@echo "make setup   a virtual environment in $(VENV) with everything"
-	@echo "make demo    a Linformer beside its Transformer twin, in three to five minutes"
-	@echo "make test    all tests (ARGS=... for pytest)"
-	@echo "make common  transformers' own model tests against Linformer"
-	@echo "make lint    ruff and mypy"
-	@echo "make bench   time and memory over (n, k) (ARGS=... for linformers bench)"
+	@echo "make setup             create the virtual environment $(VENV) with all dependencies"
+	@echo "make demo              train a Linformer and a Transformer side by side (3 to 5 minutes)"
+	@echo "make test              run the tests (ARGS=... for pytest)"
+	@echo "make common            run transformers' own model tests on the Linformer models"
+	@echo "make lint              run ruff and mypy"
+	@echo "make bench             measure time and memory on this machine (ARGS=... for linformers bench)"
+	@echo "make paper DATA=DIR    reproduce the paper's tables and figures (ARGS=... for python -m paper)"
+	@echo "make clean             delete $(VENV) and the caches"
 
 setup: $(VENV)/.done
 
@@ -39,8 +42,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist worksteal --durations 30 $(ARGS)
 
 common: setup
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -c constraints.txt parameterized
-	$(RUN) tests.transformers_common
+	$(RUN) tests.transformers_common $(ARGS)
 
 lint: setup
 	$(RUN) ruff check .
@@ -50,5 +52,9 @@ lint: setup
 bench: setup
 	$(RUN) linformers bench $(ARGS)
 
+paper: setup
+	@test -n "$(DATA)" || { echo "make paper needs the folder of the data: make paper DATA=DIR"; exit 2; }
+	$(RUN) paper --data $(DATA) $(ARGS)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,17 +1,15 @@
-"""The same shapes through other efficient encoders: two Linformer packages, and those of transformers.
+"""The same shapes through other efficient encoders: two Linformer packages, and models of transformers.
 
+    pip install linformer==0.2.3 linformer-pytorch==0.19.3
     python benchmarks/peers.py --lengths 512,4096 --out results/efficiency
 
-The packages `linformer` and `linformer-pytorch` are measured where they are installed. All models take embeddings
-(b, n, d) and have the same layers, heads and feed-forward size; each is used as its authors publish it. The
-Linformers named after `--compile` are measured compiled, too, and then stand against ours compiled;
-`linformer-pytorch`, with a module for each head, takes minutes to compile. `--name` names the files, so that one run
-does not replace another's.
+The Linformer packages are measured where they are installed. All models take embeddings (b, n, d) and have the same
+number of layers, heads and feed-forward channels; otherwise each is built as its authors publish it. The Linformers
+named in `--compile` are also measured compiled (minutes for `linformer-pytorch`, which has a module for each head).
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -21,11 +19,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
-from command import one_sentence
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -33,275 +31,186 @@ from torch import Tensor, nn
 from linformers import LinformerConfig, LinformerModel
 from linformers.benchmark.measure import (
     OutOfMemoryError,
+    Run,
     best_device,
+    best_dtype,
     interleaved,
+    make_run,
     memory_errors,
-    pass_of,
     peak_memory,
     release,
 )
-from linformers.benchmark.report import Settings, markdown
-from linformers.checks import check_choice, check_size, make_folder, whole_numbers
+from linformers.checks import check_choice, make_folder
+from linformers.errors import UserError, run_cli
 from linformers.progress import steps
 from linformers.provenance import commit, environment
+from linformers_cli import whole_numbers
 
-PACKAGES = {"linformer": "linformer", "linformer-pytorch": "linformer_pytorch"}  # and the modules in them
 OURS, COMPILED = "linformers", ", compiled"
-LINFORMERS = (OURS, *PACKAGES)
+PACKAGES = {"linformer": "linformer", "linformer-pytorch": "linformer_pytorch"}  # module names
 OTHERS = ("ModernBERT", "Longformer", "BigBird", "Nyströmformer")
 
 
 class Embedded(nn.Module):
-    """A model of transformers that is given embeddings and gives hidden states."""
+    """A model of transformers from embeddings to hidden states; `autocast` for one that creates float32 tensors."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.autocast = model, autocast
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(inputs_embeds=x).last_hidden_state
+        with torch.autocast(x.device.type, dtype=x.dtype, enabled=self.autocast and x.dtype != torch.float32):
+            return self.model(inputs_embeds=x).last_hidden_state
 
 
-class Autocast(Embedded):
-    """The same for a model that makes float32 tensors of its own, which bfloat16 weights refuse."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype != torch.float32):
-            return super().forward(x)
-
-
-def peers(n: int, k: int, sizes: dict[str, int], compiled: Sequence[str] = ()) -> dict[str, Callable[[], nn.Module]]:
-    """How to make each model that can be made here."""
-    layers, heads, d, f = (sizes[name] for name in ("layers", "heads", "hidden", "intermediate"))
-    common: dict[str, Any] = {
-        "vocab_size": 100,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "hidden_size": d,
-        "intermediate_size": f,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
+def peers(n: int, k: int, layers: int, hidden: int, compiled: Sequence[str] = ()) -> dict[str, Callable[[], nn.Module]]:
+    """A function for each model that builds it."""
+    heads = hidden // 64 or 1
+    common: dict[str, Any] = {"vocab_size": 100, "num_hidden_layers": layers, "num_attention_heads": heads}
+    common |= {"hidden_size": hidden, "intermediate_size": 4 * hidden}
+    common |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
     def ours() -> nn.Module:
-        config = LinformerConfig(
-            **common,
-            max_position_embeddings=n,
-            projected_length=k,
-            sharing="layerwise",
-        )
-        return Embedded(LinformerModel(config))
-
-    def of_transformers(name: str, wrapper: type[Embedded] = Embedded, **fields: Any) -> nn.Module:
-        config = getattr(transformers, f"{name}Config")(**common, **fields)
-        return wrapper(getattr(transformers, f"{name}Model")(config))
+        fields = {**common, "max_position_embeddings": n, "projected_length": k, "sharing": "layerwise"}
+        return Embedded(LinformerModel(LinformerConfig(**fields, local_window=0)))
 
     def linformer() -> nn.Module:
         from linformer import Linformer
 
-        return Linformer(dim=d, seq_len=n, depth=layers, k=k, heads=heads)
+        return Linformer(dim=hidden, seq_len=n, depth=layers, k=k, heads=heads)
 
     def linformer_pytorch() -> nn.Module:
         from linformer_pytorch import Linformer
 
-        return Linformer(
-            input_size=n,
-            channels=d,
-            dim_k=k,
-            dim_ff=f,
-            nhead=heads,
-            depth=layers,
-            dropout=0.0,
-            dropout_ff=0.0,
-            parameter_sharing="layerwise",
-        )
+        sizes = {"input_size": n, "channels": hidden, "dim_k": k, "dim_ff": 4 * hidden, "nhead": heads, "depth": layers}
+        return Linformer(**sizes, dropout=0.0, dropout_ff=0.0, parameter_sharing="layerwise")
 
-    makers: list[Callable[[], nn.Module]] = [
-        lambda: of_transformers("ModernBert", max_position_embeddings=n, pad_token_id=1),
-        lambda: of_transformers("Longformer", max_position_embeddings=n + 2, attention_window=min(512, n)),
-        lambda: of_transformers("BigBird", max_position_embeddings=n, block_size=64 if n >= 1024 else 16),
-        lambda: of_transformers(
-            "Nystromformer", Autocast, max_position_embeddings=n, segment_means_seq_len=n, num_landmarks=64
-        ),
-    ]
-    others = dict(zip(OTHERS, makers, strict=True))
-    linformers: dict[str, Callable[[], nn.Module]] = {OURS: ours}
-    for package, make in zip(PACKAGES, (linformer, linformer_pytorch), strict=True):
-        if is_installed(package):
-            linformers[package] = make
-    linformers |= {
-        f"{name}{COMPILED}": functools.partial(compile_made, make)
-        for name, make in linformers.items()
-        if name in compiled
-    }
-    return linformers | others
+    def from_transformers(name: str, autocast: bool = False, **fields: Any) -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(**{**common, "max_position_embeddings": n, **fields})
+        return Embedded(getattr(transformers, f"{name}Model")(config), autocast)
+
+    makers = {OURS: ours, "linformer": linformer, "linformer-pytorch": linformer_pytorch}
+    found: dict[str, Callable[[], nn.Module]] = {}
+    for name, make in makers.items():
+        if name == OURS or is_installed(name):
+            found[name] = make
+            if name in compiled:
+                found[name + COMPILED] = lambda make=make: torch.compile(make(), dynamic=False)  # type: ignore[misc]
+    window, block = min(512, n), 64 if n >= 1024 else 16
+    landmarks: dict[str, Any] = {"segment_means_seq_len": n, "num_landmarks": 64}
+    positions = {"max_position_embeddings": n + 2}
+    others = (
+        functools.partial(from_transformers, "ModernBert", pad_token_id=1),
+        functools.partial(from_transformers, "Longformer", attention_window=window, **positions),
+        functools.partial(from_transformers, "BigBird", block_size=block),
+        functools.partial(from_transformers, "Nystromformer", autocast=True, **landmarks),
+    )
+    return found | dict(zip(OTHERS, others, strict=True))
 
 
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(PACKAGES[package]) is not None
 
 
-def versions() -> dict[str, str]:
-    """The versions of the packages that are installed."""
-    found = {}
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def compile_made(make: Callable[[], nn.Module]) -> nn.Module:
-    return torch.compile(make(), dynamic=False)  # type: ignore[return-value]
-
-
 def measure(
+    models: dict[str, Callable[[], nn.Module]],
     n: int,
-    k: int,
-    tokens: int,
+    batch: int,
+    hidden: int,
     task: str,
-    sizes: dict[str, int],
-    compiled: Sequence[str],
-    only: Sequence[str] = (),
-    on_model: Callable[[str], None] = lambda name: None,
+    on_model: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Seconds and bytes of a pass of each model, or of `only` some; what fails says why.
-
-    `on_model` is called with the name of each that is about to be measured.
-    """
-    device = best_device()
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    batch = max(1, tokens // n)
-    x: Tensor | None = None
-    runs, peaks, failures = {}, {}, {}
+    """Seconds and peak bytes of a pass of each model, or why it failed."""
+    runs, peaks, failures = dict[str, Run](), dict[str, int](), dict[str, str]()
     torch._dynamo.reset()
-    for name, make in peers(n, k, sizes, compiled).items():
-        if only and name.removesuffix(COMPILED) not in only:
-            continue
+    for name, make in models.items():
         on_model(f"{name}, n={n}, {task}")
         try:
-            with memory_errors(), torch.device(device):
-                if x is None:
-                    x = torch.randn(batch, n, sizes["hidden"], dtype=dtype)
-                model = make().to(dtype)
-                run = pass_of(model, lambda model=model, x=x: model(x), task)  # type: ignore[misc]
-                run()
-                peaks[name] = peak_memory(run, device)
-                runs[name] = run
+            with memory_errors(), torch.device(best_device()):
+                x = torch.randn(batch, n, hidden, dtype=best_dtype())
+                run = make_run(make().to(best_dtype()), x, task)
+                run()  # compilation and autotuning do not count
+                peaks[name], runs[name] = peak_memory(run, best_device()), run
         except OutOfMemoryError:
             failures[name] = "out of memory"
-        except Exception as error:  # what another package raises is its own affair, and an entry
+        except Exception as error:  # another package's error is a result, too
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         release()
-    seconds = interleaved(runs, may_run_out=True)
+    seconds = interleaved(runs)
     failures |= {name: "out of memory" for name in runs if name not in seconds}
+    where = {"n": n, "task": task, "batch": batch}
+    costs = {name: (seconds.get(name), peaks.get(name), failures.get(name)) for name in models}
     return [
-        {
-            "model": name,
-            "n": n,
-            "k": k,
-            "task": task,
-            "batch": batch,
-            "seconds": seconds.get(name),
-            "peak_bytes": peaks.get(name),
-            "failure": failures.get(name),
-        }
-        for name in {**runs, **failures}
+        {"model": name, **where, "seconds": own[0], "peak_bytes": own[1], "failure": own[2]}
+        for name, own in costs.items()
     ]
 
 
-def table_of(cells: list[dict[str, Any]]) -> Table:
-    """Milliseconds, how many times as long as ours in the same way (compiled or not), and MiB."""
+def table_of(cells: Sequence[dict[str, Any]]) -> Table:
+    """Milliseconds, also relative to ours (compiled if the model is), and MiB."""
     first = cells[0]
     table = Table("model", "ms", "of ours", "MiB", title=f"{first['task']}, n={first['n']}, batch {first['batch']}")
-    ours = {cell["model"]: cell["seconds"] for cell in cells if cell["model"].split(",")[0] == OURS}
+    seconds = {cell["model"]: cell["seconds"] for cell in cells}
     for cell in sorted(cells, key=lambda cell: cell["seconds"] or float("inf")):
+        name, own = cell["model"], cell["seconds"]
+        base = seconds.get(OURS + COMPILED if name.endswith(COMPILED) else OURS)
         if cell["failure"]:
-            table.add_row(cell["model"], cell["failure"], "", "")
+            table.add_row(name, cell["failure"], "", "")
         else:
-            seconds = cell["seconds"]
-            base = ours.get(f"{OURS}{COMPILED}" if cell["model"].endswith(COMPILED) else OURS)
-            ratio = f"{seconds / base:.2f}×" if base else "–"
-            table.add_row(cell["model"], f"{1000 * seconds:.1f}", ratio, f"{cell['peak_bytes'] / 2**20:,.0f}")
+            ratio = f"{own / base:.2f}×" if base else "–"
+            table.add_row(name, f"{1000 * own:.1f}", ratio, f"{cell['peak_bytes'] / 2**20:,.0f}")
     return table
 
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse what cannot be measured, before anything is."""
-    check_size("projected", options.projected)
-    for n in options.lengths:
-        if options.projected >= n:
-            raise ValueError(f"projected={options.projected} must be below lengths={n}")
-    Settings(
-        options.lengths,
-        [options.projected],
-        tokens=options.tokens,
-        layers=options.layers,
-        hidden=options.hidden,
-        tasks=options.task,
-    ).check()
-    for name in options.only:
-        check_choice("only", name, (*LINFORMERS, *OTHERS))
-    for name in options.compile:
-        check_choice("compile", name, LINFORMERS)
-    if Path(options.name).name != options.name:
-        raise ValueError(f"name={options.name!r} must be the name of a file without its folder, which is --out")
-    make_folder("out", options.out)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--lengths", default="512,4096", help="n, separated by commas")
-    parser.add_argument("--projected", type=int, default=128, help="k")
-    parser.add_argument("--tokens", type=int, default=8192, help="in a pass")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256, help="d; heads have 64 channels")
-    parser.add_argument("--task", default="inference,training", help="either, or both with a comma between")
-    parser.add_argument("--compile", default="", help=f"Linformers to measure compiled, too: {','.join(LINFORMERS)}")
-    parser.add_argument("--only", default="", help=f"models to measure, beside ours: {','.join(OTHERS)} or Linformers")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
-    parser.add_argument("--name", default="peers", help="of the files there, without .json and .md")
-    options = parser.parse_args()
-    options.lengths = whole_numbers("lengths", options.lengths)
-    options.task = options.task.split(",")
-    options.compile, options.only = (text.split(",") if text else [] for text in (options.compile, options.only))
-    check(options)
-    return options
-
-
-def main() -> None:
-    with one_sentence():
-        run(parse())
-
-
-def run(options: argparse.Namespace) -> None:
-    only = [OURS, *options.only] if options.only else []
-    sizes = {
-        "layers": options.layers,
-        "heads": options.hidden // 64,
-        "hidden": options.hidden,
-        "intermediate": 4 * options.hidden,
-    }
+def main(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths n, separated by commas.")] = "512,4096",
+    projected: Annotated[int, typer.Option(min=1, help="Projected length k.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per pass.")] = 8192,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    hidden: Annotated[int, typer.Option(min=64, help="Hidden size; each head has 64 channels.")] = 256,
+    task: Annotated[
+        str, typer.Option(help="inference, training, or both separated by a comma.")
+    ] = "inference,training",
+    compile: Annotated[str, typer.Option(help="Linformers to measure compiled too, separated by commas.")] = "",
+    only: Annotated[str, typer.Option(help="Models to measure beside ours, separated by commas.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the json file.")] = "peers",
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/bench"),
+) -> None:
+    """Measure other efficient encoders beside ours."""
+    numbers, tasks = whole_numbers("--lengths", lengths), task.split(",")
+    compiled, chosen = (text.split(",") if text else [] for text in (compile, only))
+    for option, values, known in (
+        ("task", tasks, ("inference", "training")),
+        ("compile", compiled, (OURS, *PACKAGES)),
+        ("only", chosen, (OURS, *PACKAGES, *OTHERS)),
+    ):
+        for value in values:
+            check_choice(option, value, known)
+    if projected >= min(numbers):
+        raise UserError(f"projected={projected} must be below lengths={min(numbers)}")
+    make_folder("out", out)
     transformers.utils.logging.set_verbosity_error()
-    console, cells, tables = Console(), [], []
+    console, cells = Console(), list[dict[str, Any]]()
+    record = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), **environment()}
     for package in PACKAGES:
-        if not is_installed(package):
-            console.print(f"{package} is not installed and is left out", highlight=False)
-    record = {"command": shlex.join(["python", *sys.argv]), "commit": commit(), **environment(), **versions(), **sizes}
-    names = peers(options.lengths[0], options.projected, sizes, options.compile)
-    count = sum(not only or name.removesuffix(COMPILED) in only for name in names)
-    with steps(console, count * len(options.lengths) * len(options.task)) as begin:
-        for n in options.lengths:
-            for task in options.task:
-                measured = measure(n, options.projected, options.tokens, task, sizes, options.compile, only, begin)
-                tables.append(table_of(measured))
-                console.print(tables[-1])
+        with suppress(importlib.metadata.PackageNotFoundError):
+            record[package] = importlib.metadata.version(package)
+        if package not in record:
+            console.print(f"{package} is not installed and left out", highlight=False)
+    record |= {"layers": layers, "hidden": hidden, "k": projected, "cells": cells}
+
+    def models(n: int) -> dict[str, Callable[[], nn.Module]]:
+        found = peers(n, projected, layers, hidden, compiled)
+        return {own: make for own, make in found.items() if not only or own.removesuffix(COMPILED) in (OURS, *chosen)}
+
+    with steps(console, len(models(numbers[0])) * len(numbers) * len(tasks)) as begin:
+        for n in numbers:
+            for kind in tasks:
+                measured = measure(models(n), n, max(1, tokens // n), hidden, kind, begin)
+                console.print(table_of(measured))
                 cells += measured
-                text = json.dumps({**record, "cells": cells}, indent=1) + "\n"
-                (options.out / f"{options.name}.json").write_text(text)
-                page = markdown(tables, [], record, "Peers")
-                (options.out / f"{options.name}.md").write_text(page, encoding="utf-8")
-    console.print(f"Written to {options.out}", markup=False)
+                (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(lambda: typer.run(main))

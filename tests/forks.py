@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["linformers.training", "transformers.trainer"])
+CONTEXT.set_forkserver_preload(["linformers.cli", "linformers.training.predict"])
 
 
 class Forked:

@@ -1,49 +1,65 @@
-"""The look of a model: the same in all pictures, and that of no other in the same picture."""
+"""The style of figures: a model looks the same everywhere, and like no other model of the same figure."""
+
+import sys
 
 import pytest
 
 from linformers import plots
-from linformers.reproduce import overview, quality
+
+POINTS = [(1, 2), (2, 1)]
+
+
+def looks(*names):
+    """Color, marker, style and width of the line of each name."""
+    _, (axes,) = plots.new_figure(1, 3, 3)
+    plots.draw(axes, dict.fromkeys(names, POINTS))
+    return [
+        (line.get_color(), line.get_marker(), line.get_linestyle(), line.get_linewidth()) for line in axes.get_lines()
+    ]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        (
-            "k=128 w=32",
-            "Linformer k=128 w=32",
-            "Linformer, k = 128, local window of 32",
-            "Linformer k=128 w=32, compiled",
-        ),
+        ("k=128 w=32", "Linformer k=128 w=32", "Linformer, k = 128, local window of 32", "k=128 w=32, compiled"),
         ("k=256", "Linformer k=256", "Linformer, k = 256", "k=256, plain start"),
-        (
-            "twin",
-            "Transformer",
-            "Transformer twin",
-            "Transformer, fused",
-            "Transformer twin, n=512",
-            "twin, plain start",
-        ),
+        ("twin", "Transformer", "Transformer twin", "Transformer, fused", "Transformer twin, n=512"),
     ],
 )
 def test_a_model_looks_the_same_by_all_of_its_names(names):
-    looks = {plots._looks(["another", name])[plots._model(name)] for name in names}
-    assert len(looks) == 1
+    assert len({looks("another", name)[1][:2] for name in names}) == 1
 
 
-@pytest.mark.parametrize("names", [quality.DRAWN, list(overview.ROWS), [f"model {i}" for i in range(20)]])
-def test_no_two_models_of_a_picture_look_the_same(names):
-    looks = plots._looks(names)
-    assert len(set(looks.values())) == len(looks)
+@pytest.mark.parametrize(
+    "names", [["twin", "k=128", "k=128 w=32", "k=256", "dropout", "mean"], [f"model {i}" for i in range(20)]]
+)
+def test_no_two_models_of_a_figure_look_the_same(names):
+    assert len(set(looks(*names))) == len(names)
 
 
-def test_the_transformer_is_wide_and_lies_below_what_covers_it():
-    figure, axes = plots.plt.subplots()
-    points = [(1, 2), (2, 1)]
-    plots._draw(axes, {"k=256": points, "twin": points, "twin, plain start": points})
-    ours, twin, plain = axes.get_lines()
-    assert twin.get_linewidth() > ours.get_linewidth() == plain.get_linewidth()
-    assert twin.get_zorder() < ours.get_zorder()
-    assert twin.get_color() == plain.get_color() != ours.get_color()
-    assert (twin.get_linestyle(), plain.get_linestyle()) == ("-", "--")
-    plots.plt.close(figure)
+def test_a_baseline_is_wide_and_a_variant_is_dashed():
+    ours, twin, plain = looks("k=256", "twin", "twin, plain start")
+    assert twin[3] > ours[3] == plain[3]
+    assert twin[0] == plain[0] != ours[0]
+    assert (ours[2], twin[2], plain[2]) == ("-", "-", "--")
+
+
+def test_small_differences_look_small():
+    _, (axes,) = plots.new_figure(1, 3, 3)
+    plots.against_length(axes, {"a": [(512, 10.0), (1024, 11.0)]})
+    assert axes.get_ylim() == (5, 22)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1024"]
+
+
+def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    plots.training({"run": [{"step": 1, "loss": 1.0}]}, tmp_path / "curve.png")
+    assert "pip install 'linformers[plots]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_curves_without_points(tmp_path):
+    plots.efficiency({}, {}, tmp_path / "empty.png", "n")
+    plots.training({"run": []}, tmp_path / "curve.png")
+    assert len(list(tmp_path.iterdir())) == 2

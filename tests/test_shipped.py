@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from linformers.cli import app
 from safetensors import safe_open
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner
 
 import linformers
 from linformers import demo
-from linformers.cli import app
 from linformers.training.finetune import load_model
 
 # The word in braces is masked. What comes before and after decides: grammar, idiom, what the sentence is about.

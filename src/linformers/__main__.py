@@ -1,16 +1,6 @@
-"""The command line: `linformers` is `python -m linformers`."""
+"""`python -m linformers` and `torchrun -m linformers`."""
 
-import sys
-
-
-def main() -> None:
-    """Run the command line; interrupted while that is imported, end without a word, as the package does."""
-    try:
-        from .cli import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
-    run()
-
+from linformers_cli import main
 
 if __name__ == "__main__":
     main()

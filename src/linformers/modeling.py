@@ -124,7 +124,7 @@ class FeedForward(nn.Module):
         # A compiler plans memory itself, and a loop over chunks would fix the number of tokens.
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and tokens > self.chunk_size:
             return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
-        if self.activation is gelu and x.is_cuda and is_plain(linear, x) and serves(x, linear):
+        if self.activation is gelu and serves(x, linear) and is_plain(linear, x):
             return self.output(linear_gelu(x, linear.weight, linear.bias))
         return self.output(self.activation(linear(x)))
 
@@ -197,7 +197,10 @@ class LinformerPreTrainedModel(PreTrainedModel):
             attn_implementation = TRITON
         if attn_implementation == "triton":
             attn_implementation = TRITON
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        try:
+            return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        except ValueError as error:
+            raise UserError(f'{error} Linformer adds `attn_implementation="triton"`.') from None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

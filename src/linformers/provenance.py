@@ -1,4 +1,4 @@
-"""Where a number comes from: the command, the commit, the hardware and the versions that stand beside it."""
+"""Where a number comes from: commit, hardware and versions."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that this code is at, where it is a git checkout; `LINFORMERS_COMMIT` names it for a copy."""
+    """The commit of this code, if it is a git checkout. `LINFORMERS_COMMIT` names the commit of a copy."""
     if named := os.environ.get("LINFORMERS_COMMIT"):
         return named
-    # Installed into somebody's project, the code may stand in a repository that does not know it.
+    # An installed package can lie inside another project's repository, which does not track it.
     return _git("rev-parse", "HEAD") if _git("ls-files", Path(__file__).name) else None
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the folder of this code; `None` where there is no git, or no repository."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+    except OSError:  # git is not installed
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 
 
 def sentence(command: str) -> str:
-    """All of it in words."""
+    """How something was made."""
     where = environment()
     return (
         f"Made by `{command}` at commit {commit() or 'unknown'} on {where['device']}, with Python {where['python']}, "

@@ -1,4 +1,4 @@
-"""The model that comes with the package."""
+"""The bundled English model."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ ENGLISH = Path(__file__).parent / "english"
 
 
 def pretrained() -> str:
-    """The folder of a small English model, for `from_pretrained` of any Linformer, Auto class or tokenizer."""
+    """The folder of a small English model, for `from_pretrained` of models, Auto classes and tokenizers."""
     return str(ENGLISH)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from linformers.training import checkpointing
+from linformers.training import checkpoints
 
 from . import small
 
@@ -91,9 +91,9 @@ def main(kills: int, inside: int, seed: int) -> dict[str, int]:
                 else:
                     counts["kills"] += kill_after(child, chance.random() * 1.5)
                 # Whatever happened: each checkpoint that has its name is whole, and little was lost.
-                saved = checkpointing.checkpoints(out)
-                assert all(checkpointing.damage(checkpoint) is None for checkpoint in saved)
-                newest = checkpointing.step_of(saved[0]) if saved else 0
+                saved = checkpoints.list_checkpoints(out)
+                assert all(checkpoints.damage(checkpoint) is None for checkpoint in saved)
+                newest = checkpoints.step_of(saved[0]) if saved else 0
                 assert max(known, last_logged(out)) - newest <= SAVE_EVERY
             small.assert_same_run(out, straight, STEPS)
     return counts

@@ -8,9 +8,9 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from linformers.training import pretrain
-from linformers.training.monitor import read_metrics
 from linformers.training.prepare import prepare
 from linformers.training.recipe import Recipe
+from linformers.training.trainer import read_metrics
 
 QUIET = Console(quiet=True)
 WORDS = ("the", "a", "quick", "brown", "fox", "dog", "jumps", "over", "lazy", "and", "sleeps", "under", "tree", "of")

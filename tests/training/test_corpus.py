@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from linformers.training import corpus
+from linformers.training import corpus, prepare
 from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash
 
 from .texts import TEXTS, run
@@ -34,12 +34,12 @@ def test_shards_are_one_stream(prepared):
 @pytest.mark.parametrize(("start", "count"), [(-1, 5), (0, 10**9), (5, -1)])
 def test_reading_past_the_ends_is_refused(prepared, start, count):
     stream = Corpus.open(prepared).tokens("train")
-    with pytest.raises(ValueError, match=f"tokens {start} to {start + count} are not all among the {len(stream)}"):
+    with pytest.raises(ValueError, match=f"tokens {start} to {start + count} .* {len(stream)}"):
         stream.read(start, count)
 
 
 def test_few_maps_are_open_and_none_is_pickled(prepared, monkeypatch):
-    monkeypatch.setattr(corpus, "OPEN_MAPS", 3)
+    monkeypatch.setattr(corpus, "MAX_OPEN_SHARDS", 3)
     stream = Corpus.open(prepared).tokens("train")
     whole = stream.read(0, len(stream))
     assert len(stream._maps) == 3
@@ -67,13 +67,13 @@ def test_the_manifest_is_true(prepared, source):
             assert shard["sha256"] == hashlib.sha256(data).hexdigest()
             named.append(shard["file"])
     assert sorted(named) == sorted(path.name for path in prepared.glob("*.bin"))
-    assert not list(prepared.glob("*.tmp"))
+    assert not list(prepared.glob(".*unfinished"))
     assert manifest["splits"]["train"]["documents"] + manifest["splits"]["validation"]["documents"] == len(TEXTS)
 
 
 def test_a_large_vocabulary_takes_four_bytes(prepared, source, tmp_path, monkeypatch):
-    assert np.iinfo(np.uint16).max == corpus.UINT16_VOCABULARY - 1
-    monkeypatch.setattr(corpus, "UINT16_VOCABULARY", 399)
+    assert np.iinfo(np.uint16).max == prepare.MAX_UINT16_VOCABULARY - 1
+    monkeypatch.setattr(prepare, "MAX_UINT16_VOCABULARY", 399)
     manifest = run([source], tmp_path, shard_tokens=1000)
     assert manifest["dtype"] == "uint32"
     assert manifest["splits"]["train"]["shards"][0]["bytes"] == 4000
@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_found(copy):
     path.write_bytes(data)
     opened = Corpus.open(copy)
     found = hashlib.sha256(data).hexdigest()
-    with pytest.raises(ValueError, match=rf"train-00003\.bin has sha256 {found}, expected {expected} \(2000 bytes"):
+    with pytest.raises(ValueError, match=rf"train-00003\.bin .* {found}, expected {expected}"):
         opened.verify()
 
 
@@ -126,7 +126,7 @@ def test_another_tokenizer_is_found(copy):
 
 
 def test_folders_that_are_no_corpus(copy, tmp_path):
-    with pytest.raises(ValueError, match=f"^data='{tmp_path}' holds no corpus: run linformers prepare$"):
+    with pytest.raises(ValueError, match=f"^data='{tmp_path}' holds no corpus"):
         Corpus.open(tmp_path)
     with pytest.raises(ValueError, match="split='test' is not one of 'train', 'validation'"):
         Corpus.open(copy).tokens("test")

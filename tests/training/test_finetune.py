@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import pipeline
 
-from linformers.training import finetune, inference, tasks
+from linformers.training import finetune, predict, tasks
 
 from . import small
 from .test_resume import SignalAt
@@ -196,19 +196,19 @@ def test_one_seed_has_no_deviation(task, model, tmp_path, capsys):
 def test_evaluate(finished, model, task, corpus):
     results = json.loads((finished / "results.json").read_text())
     best = max(results["seeds"], key=lambda seed: seed["validation_accuracy"])
-    assert inference.score(finished / "model", task, small.QUIET)["accuracy"] == pytest.approx(best["accuracy"])
+    assert predict.score(finished / "model", task, small.QUIET)["accuracy"] == pytest.approx(best["accuracy"])
     expected = small.read_metrics(model.parent)[-1]["perplexity"]
-    assert inference.perplexity(model, corpus, small.QUIET, rows=8)["perplexity"] == pytest.approx(expected, rel=1e-4)
+    assert predict.perplexity(model, corpus, small.QUIET, rows=8)["perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_predict(finished, model, task):
     out = io.StringIO()
-    assert inference.predict(finished / "model", [f"{text}\n" for text in task.test.texts], out, batch_size=7) == 40
+    assert predict.predict_lines(finished / "model", [f"{text}\n" for text in task.test.texts], out, batch_size=7) == 40
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [row["text"] for row in rows] == task.test.texts
     assert {row["label"] for row in rows} == {"dogs", "trees"}
     out = io.StringIO()
-    inference.predict(model, ["the quick <mask> fox"], out, best=3)
+    predict.predict_lines(model, ["the quick <mask> fox"], out, best=3)
     (row,) = (json.loads(line) for line in out.getvalue().splitlines())
     assert len(row["guesses"]) == 3
     assert 1 > row["guesses"][0]["score"] >= row["guesses"][1]["score"] > 0
@@ -217,7 +217,7 @@ def test_predict(finished, model, task):
 
 def test_long_lines_are_cut_and_blank_ones_have_no_label(finished):
     out = io.StringIO()
-    assert inference.predict(finished / "model", ["the dog " * 200, " "], out) == 2
+    assert predict.predict_lines(finished / "model", ["the dog " * 200, " "], out) == 2
     cut, blank = (json.loads(line) for line in out.getvalue().splitlines())
     assert "label" in cut
     assert blank == {"text": " ", "error": "the line is blank"}
@@ -229,17 +229,17 @@ def test_what_cannot_be(finished, model, task, corpus):
 
     classifier, out = finished / "model", io.StringIO()
     with refused("line 1 has 0 times '<mask>', expected once"):
-        inference.predict(model, ["no mask"], out)
+        predict.predict_lines(model, ["no mask"], out)
     with refused("line 2 has 0 tabs, expected one between two texts"):
-        inference.predict(classifier, ["a\tb", "a b"], out, pairs=True)
+        predict.predict_lines(classifier, ["a\tb", "a b"], out, pairs=True)
     with refused("pairs has no effect on model=.* which fills in masks"):
-        inference.predict(model, [], out, pairs=True)
+        predict.predict_lines(model, [], out, pairs=True)
     with refused("predicts no words: perplexity needs a masked-language model"):
-        inference.perplexity(classifier, corpus, small.QUIET)
+        predict.perplexity(classifier, corpus, small.QUIET)
     with refused("is no classifier: fine-tune it first"):
-        inference.score(model, task, small.QUIET)
+        predict.score(model, task, small.QUIET)
     with refused("holds no model: expected a folder that pretrain or finetune wrote"):
-        inference.predict(corpus, [], out)
+        predict.predict_lines(corpus, [], out)
     with refused("max_length=99 exceeds the n=32 of the model; resize it with model.resize_length first"):
         finetune.load_tokenizer(model, 99)
 

@@ -1,24 +1,31 @@
-"""Recipes: what they say, and one sentence for what they cannot say."""
+"""Recipes: keys, changes, bases and variants, and errors that name the key and its value."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from linformers.errors import UserError
 from linformers.training import recipe as recipes
-from linformers.training.monitor import read_metrics
 
 from . import small
 
-ROOT = Path(__file__).parents[2]
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHIPPED = [
+    (path, [f"variant={name}"] if name else [])
+    for path in sorted(RECIPES.glob("*.yaml"))
+    for name in recipes.variant_names(path) or [None]
+]
 
 
-def write(folder, **values):
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"data": "d", "out": "o", "steps": 10, **values}))
-    return path
+def write(folder, name="recipe.yaml", **values):
+    (folder / name).write_text(yaml.safe_dump({"data": "d", "out": "o", "steps": 10, **values}))
+    return folder / name
+
+
+def refused(message):
+    return pytest.raises(UserError, match=re.escape(message))
 
 
 def test_changes(tmp_path):
@@ -37,125 +44,141 @@ def test_base(tmp_path):
     assert read.learning_rate == 2e-3
 
 
+def test_empty_model(tmp_path):
+    write(tmp_path, "base.yaml", model=None)
+    (tmp_path / "r.yaml").write_text("base: base.yaml\nmodel:\n  hidden_size: 24\n")
+    assert recipes.read(tmp_path / "base.yaml").model == {}
+    assert recipes.read(tmp_path / "r.yaml").model == {"hidden_size": 24}
+    with refused("model=3 must be fields"):
+        recipes.read(tmp_path / "r.yaml", ["model=3", "model.hidden_size=16"])
+
+
+@pytest.mark.parametrize("value", ["yes", "no", "auto"])
+def test_yes_and_no_are_not_booleans(value, tmp_path):
+    assert recipes.read(write(tmp_path), [f"compile={value}"]).compile == value
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["stepps=3"], "'stepps' is not a key of a recipe; did you mean 'steps'?"),
-        (
-            ["model.projcted_length=3"],
-            "'model.projcted_length' is not a key of a recipe; did you mean 'model.project",
-        ),
+        (["model.projcted_length=3"], "'model.projcted_length' is not a key of a recipe; did you mean 'model.project"),
         (["modle.sharing=none"], "'modle' is not a key of a recipe; did you mean 'model'?"),
-        (["model.vocab_size=3"], "model.vocab_size is not for a recipe to choose: the corpus has a vocabulary"),
-        (["model.projected_length=1000"], "projected_length=1000 exceeds max_position_embeddings=512"),
-        (["steps"], "'steps' is not of the form key=value, such as steps=100"),
+        (["model.vocab_size=3"], "model.vocab_size cannot be set"),
+        (["model.projected_length=1000"], "projected_length=1000"),
+        (["steps"], "'steps' is not of the form key=value"),
         (["steps=0"], "steps=0 must be a positive integer"),
         (["steps=ten"], "steps='ten' must be a positive integer"),
         (["steps=[1"], "'steps=[1': the value is not YAML"),
         (["learning_rate=-1"], "learning_rate=-1 must be a positive number"),
-        (["short_rows=1.5"], "short_rows=1.5 must be a probability"),
+        (["short_rows=1.5"], "short_rows=1.5 must be"),
         (["mask_share=0"], "mask_share=0 must be a positive number"),
         (["schedule=linaer"], "schedule='linaer' is not one of 'linear', 'cosine', 'constant'; did you mean 'linear'?"),
         (["shard=maybe"], "shard='maybe' must be true or false"),
         (["workers=-1"], "workers=-1 must be 0 or a positive integer"),
-        (["out="], "out=None must be the name of a folder"),
+        (["out="], "out=None must be a folder"),
+        (["start=''"], "start='' must be the folder of a model"),
         (["model=3"], "model=3 must be fields of LinformerConfig"),
+        (["variant=a"], "variant='a'"),
     ],
 )
-def test_what_cannot_be(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+def test_wrong_changes(tmp_path, changes, message):
+    with refused(message):
         recipes.read(write(tmp_path), changes)
 
 
-def test_files_that_are_none(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("base: none.yaml\n", "base='none.yaml'"),
+        ("base: r.yaml\n", "base='r.yaml'"),
+        ("base: 5\n", "base=5"),
+        ("- 1\n", "r.yaml is not a recipe"),
+        ("a: [\n", "r.yaml is not YAML"),
+        ("a: \udcff\n", "r.yaml is not YAML"),
+        ("data: d\nout: o\n", "r.yaml has no 'steps'"),
+        ("data: d\nout: o\nsteps: 1\n1: 2\n", "'1' is not a key of a recipe"),
+        ("data: d\nout: o\nsteps: 1\nmodel: 5\n", "model=5 must be fields of LinformerConfig"),
+        ("variants: [1]\n", "variants=[1]"),
+    ],
+)
+def test_wrong_files(content, message, tmp_path):
+    (tmp_path / "r.yaml").write_bytes(content.encode(errors="surrogateescape"))
+    with refused(message):
+        recipes.read(tmp_path / "r.yaml")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with refused(f"recipe '{tmp_path / 'none.yaml'}' does not exist"):
         recipes.read(tmp_path / "none.yaml")
-    (tmp_path / "child.yaml").write_text("base: none.yaml\n")
-    with pytest.raises(ValueError, match=r"child.yaml has base='none.yaml', which does not exist beside it"):
-        recipes.read(tmp_path / "child.yaml")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match="holds no recipe"):
-        recipes.read(tmp_path / "list.yaml")
-    (tmp_path / "bad.yaml").write_text("a: [\n")
-    with pytest.raises(ValueError, match=r"bad.yaml is not YAML: .* in line 2$"):
-        recipes.read(tmp_path / "bad.yaml")
-    (tmp_path / "short.yaml").write_text("data: d\nout: o\n")
-    with pytest.raises(ValueError, match=re.escape("short.yaml has no 'steps'; add it, or pass steps=…")):
-        recipes.read(tmp_path / "short.yaml")
+    with refused(f"recipe '{tmp_path}' cannot be read"):
+        recipes.read(tmp_path)
 
 
-def test_batch_that_cannot_be_shared_out():
-    recipe = small.recipe("d", "o", batch_size=8, rows_at_once=3)
-    with pytest.raises(ValueError, match="batch_size=8 is not a multiple of rows_at_once=3 times 2 processes"):
-        recipe.accumulation(2)
+def test_variants(tmp_path):
+    table = {"long": {"batch_size": 8, "model": {"max_position_embeddings": 1024}}, "short": {}}
+    path = write(tmp_path, out="runs/{variant}", model={"hidden_size": 96}, variants=table)
+    assert recipes.variant_names(path) == ["long", "short"]
+    long = recipes.read(path, ["variant=long", "model.hidden_size=48"])
+    assert (long.out, long.batch_size) == ("runs/long", 8)
+    assert long.model == {"hidden_size": 48, "max_position_embeddings": 1024}
+    assert recipes.read(path, ["steps=3", "variant=short", "out=x"]).out == "x"
+    for changes, message in {
+        (): "needs variant=NAME, one of long, short",
+        ("variant=lnog",): "'lnog' is not in",
+    }.items():
+        with refused(message) as error:
+            recipes.read(path, changes)
+        assert "long" in str(error.value)
+    child = tmp_path / "child.yaml"
+    child.write_text("base: recipe.yaml\nout: x\n")
+    assert recipes.read(child).model == {"hidden_size": 96}  # variants are not inherited
+
+
+def test_grid_of_variants(tmp_path):
+    axes = [{"n64": {"model": {"max_position_embeddings": 64}}, "n32": {}}, {"a": {"steps": 1}, "b-c": {"model": {}}}]
+    path = write(tmp_path, model={"max_position_embeddings": 32, "projected_length": 8}, variants=axes)
+    assert recipes.variant_names(path) == ["n64-a", "n64-b-c", "n32-a", "n32-b-c"]
+    assert recipes.read(path, ["variant=n64-a"]).steps == 1
+    assert recipes.read(path, ["variant=n64-b-c"]).max_length == 64
+
+
+def test_batch_that_cannot_be_divided():
+    with refused("batch_size=8 is not a multiple of rows_at_once=3 times 2 processes"):
+        small.recipe("d", "o", batch_size=8, rows_at_once=3).accumulation_steps(2)
     assert small.recipe("d", "o", batch_size=8).rows_per_pass(2) == 4
 
 
-def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
-    with pytest.raises(ValueError, match="holds no corpus"):
-        small.train(small.recipe(tmp_path / "nowhere", tmp_path / "out"))
-    with pytest.raises(ValueError, match="rows of 16384 need at least"):
-        small.train(small.recipe(corpus, tmp_path / "out", model={"max_position_embeddings": 16384}))
-    assert not (tmp_path / "out" / "run.json").exists()
-
-
-def test_damaged_shard_is_named(corpus, tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(corpus, data)
-    shard = data / "train-00000.bin"
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
-    shard.write_bytes(content)
-    size = f"{len(content)} bytes, expected {len(content)}"
-    with pytest.raises(ValueError, match=rf"train-00000.bin has sha256 \w+, expected \w+ \({size}\)"):
-        small.train(small.recipe(data, tmp_path / "out"))
-    shard.write_bytes(content[:-2])
-    with pytest.raises(ValueError, match=f"train-00000.bin has {len(content) - 2} bytes, expected {len(content)}"):
-        small.train(small.recipe(data, tmp_path / "out"))
-    assert not (tmp_path / "out" / "run.json").exists()
-
-
-def test_run_of_another_recipe(corpus, tmp_path):
-    assert small.train(small.recipe(corpus, tmp_path, steps=4)) == 0
-    message = r"holds a run of another recipe: learning_rate was 0.003 and is 0.1 now; choose another out"
-    with pytest.raises(ValueError, match=message):
-        small.train(small.recipe(corpus, tmp_path, steps=4, learning_rate=0.1))
-    with pytest.raises(ValueError, match=r"model.projected_length was 8 and is 4 now; choose another out"):
-        small.train(small.recipe(corpus, tmp_path, steps=4, model={"projected_length": 4}))
-    assert small.train(small.recipe(corpus, tmp_path, steps=4, workers=1, log_every=1)) == 0
-    assert [record["step"] for record in read_metrics(tmp_path)] == [3, 4, 4]
-
-
-def test_corpus_with_another_tokenizer(corpus, tmp_path):
-    from linformers.training.prepare import prepare
-
-    other = tmp_path / "other"
-    text = corpus.parent / "text.jsonl"
-    prepare([str(text)], other, vocab_size=290, validation_share=0.1, workers=1, console=small.QUIET)
-    assert small.train(small.recipe(corpus, tmp_path / "run", steps=4)) == 0
-    with pytest.raises(ValueError, match="was made with another tokenizer than the run in out="):
-        small.train(small.recipe(other, tmp_path / "run", steps=4))
-
-
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_recipes_that_come_with_the_project(path):
-    recipe = recipes.read(path)
+@pytest.mark.parametrize(("path", "changes"), SHIPPED, ids=lambda own: own.stem if isinstance(own, Path) else own)
+def test_shipped_recipes(path, changes):
+    recipe = recipes.read(path, changes)
     config = recipe.config(vocab_size=1000)
-    if "twin" in path.stem:
-        assert config.projection == "identity"
-        base = recipes.read(path.parent / yaml.safe_load(path.read_text())["base"])
-        assert {**base.to_dict(), "out": recipe.out} == {**recipe.to_dict(), "model": base.model}
-        assert {**base.model, "projection": "identity"} == recipe.model
+    name = changes[0].removeprefix("variant=") if changes else path.stem
+    assert recipe.out == f"runs/{path.stem}/{name}" if changes else f"runs/{name}"
+    if match := re.match(r"n(\d+)-", name):
+        assert config.max_position_embeddings == int(match[1])
+    if match := re.search(r"-k(\d+)-(.*)", name):
+        sharing, window = ("layerwise", 32) if match[2] == "w32" else (match[2], 0)
+        found = (config.projection, config.projected_length, config.sharing, config.local_window)
+        assert found == ("linear", int(match[1]), sharing, window)
+    assert (config.projection == "identity") == name.endswith("twin")
 
 
-@pytest.mark.parametrize("name", ["paper/n512-k128-none", "paper/n512-twin", "small/n512-k128-layerwise", "small/cpu"])
-def test_recipes_take_two_steps(name, corpus, tmp_path):
+def test_paper_grid_is_complete():
+    sharings = ("none", "headwise", "key-value", "layerwise")
+    grid = {f"n{n}-k{k}-{s}" for n in (512, 1024, 2048, 4096) for k in (128, 256) for s in sharings}
+    assert {*grid, *(f"n{n}-twin" for n in (512, 1024, 2048, 4096))} == set(
+        recipes.variant_names(RECIPES / "paper.yaml")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("paper", "n512-k128-none"), ("paper", "n512-twin"), ("small", "n512-k128-layerwise"), ("cpu", None)],
+)
+def test_shipped_recipes_train(name, variant, corpus, tmp_path):
     tiny = ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "intermediate_size=16"]
     changes = [f"model.{change}" for change in (*tiny, "max_position_embeddings=32", "projected_length=8")]
-    sizes = ["steps=2", "batch_size=4", "rows_at_once=2", "eval_rows=2", "workers=0", "warmup_steps=1"]
-    recipe = recipes.read(ROOT / "recipes" / f"{name}.yaml", [*changes, *sizes, f"data={corpus}", f"out={tmp_path}"])
-    assert small.train(recipe) == 0
-    assert " tokens for validation, held out of the same;\n" in (tmp_path / "model" / "README.md").read_text()
+    changes += ["steps=2", "batch_size=4", "rows_at_once=2", "eval_rows=2", "workers=0", "warmup_steps=1"]
+    changes += [f"data={corpus}", f"out={tmp_path}", *([f"variant={variant}"] if variant else [])]
+    assert small.train(recipes.read(RECIPES / f"{name}.yaml", changes)) == 0

@@ -1,14 +1,28 @@
-"""Rows for masked-language modelling: functions of their number alone, masked as the paper says."""
+"""Rows of training data: functions of their number alone; masks, padding, and orders that resume."""
 
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
 
+from linformers.errors import UserError
 from linformers.training.corpus import Corpus
-from linformers.training.rows import BLOCK, IGNORED, MaskedRows, Vocabulary, as_it_is
+from linformers.training.rows import (
+    BLOCK,
+    IGNORED,
+    EpochOrder,
+    Example,
+    MaskedRows,
+    Vocabulary,
+    already_batched,
+    collate,
+    encode,
+    longest_first,
+)
 
 VOCABULARY = Vocabulary(size=1000, mask=4, pad=1, special=(0, 1, 2, 3, 4))
 
@@ -70,7 +84,7 @@ def test_row_is_a_function_of_its_number():
 def test_workers_and_copies_give_the_same_rows():
     dataset = rows()
     expected = dataset.__getitems__(range(32))
-    (batch, *_) = DataLoader(dataset, 32, num_workers=1, collate_fn=as_it_is)
+    (batch, *_) = DataLoader(dataset, 32, num_workers=1, collate_fn=already_batched)
     assert torch.equal(batch["input_ids"], expected["input_ids"])
     copy = pickle.loads(pickle.dumps(dataset)).__getitems__(range(32))
     assert torch.equal(copy["labels"], expected["labels"])
@@ -115,13 +129,161 @@ def test_short_rows_end_in_padding():
 def test_rows_of_a_real_corpus(corpus):
     opened = Corpus.open(corpus)
     tokenizer = opened.tokenizer()
-    special = tuple(tokenizer.all_special_ids)
-    vocabulary = Vocabulary(opened.vocab_size, tokenizer.mask_token_id, tokenizer.pad_token_id, special)
+    vocabulary = Vocabulary.of(tokenizer, opened.vocab_size)
     dataset = MaskedRows(opened.tokens("train"), vocabulary, rows=4, length=32, seed=0)
     text = tokenizer.decode(originals(dataset.__getitems__(range(4)))[0])
     assert "fox" in text or "quick" in text or "the" in text
 
 
 def test_corpus_that_is_too_small():
-    with pytest.raises(ValueError, match="the corpus has 100 tokens, but rows of 64 need at least 128"):
+    with pytest.raises(UserError, match="100 tokens, but rows of 64 need at least 128"):
         rows(size=100)
+
+
+# Labeled texts.
+
+WORDS = [f"w{i}" for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    vocabulary = {word: number for number, word in enumerate(special + WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", model_max_length=12)
+
+
+def ids_of(encoded):
+    return [row["input_ids"].tolist() for row in encoded]
+
+
+def test_encode(tokenizer):
+    texts = {"w0 w1": 1, "": 0, "w0 w1 w2 w3 w4 w5 w6": 1}
+    encoded = encode([Example(text, None, label) for text, label in texts.items()], tokenizer, 6)
+    assert ids_of(encoded) == [[0, 4, 5, 2], [0, 2], [0, 4, 5, 6, 7, 2]]
+    assert [row["label"] for row in encoded] == [1, 0, 1]
+
+
+def test_encode_truncates_the_longer_text_of_a_pair(tokenizer):
+    pairs = [Example("w0 w1 w2 w3 w4 w5", "w9", 0), Example("w0", "w1 w2 w3 w4 w5 w6", 1)]
+    assert ids_of(encode(pairs, tokenizer, 9)) == [[0, 4, 5, 6, 7, 2, 2, 13, 2], [0, 4, 2, 2, 5, 6, 7, 8, 2]]
+
+
+def test_encode_in_several_batches(tokenizer):
+    texts = [" ".join(WORDS[: 1 + i % 7]) for i in range(2500)]
+    encoded = encode([Example(texts[i], texts[-1 - i], i % 3) for i in range(2500)], tokenizer, 9)
+    assert len(encoded) == 2500
+    for i in (0, 999, 1000, 1001, 2000, 2499):
+        alone = tokenizer(texts[i], texts[-1 - i], truncation="longest_first", max_length=9)["input_ids"]
+        assert encoded[i]["input_ids"].tolist() == alone
+        assert encoded[i]["label"] == i % 3
+
+
+@pytest.mark.parametrize(("pair", "max_length"), [(None, 2), ("w1", 4), (None, 0)])
+def test_lengths_without_room(pair, max_length, tokenizer):
+    with pytest.raises(UserError, match=f"max_length={max_length}"):
+        encode([Example("w0", pair, 0)], tokenizer, max_length)
+
+
+def row(length, label=0):
+    return {"input_ids": np.arange(5, 5 + length), "label": label}
+
+
+def test_collate():
+    batch = collate([row(2, 1), row(3, 0)], pad_token_id=1, max_length=12, multiple_of=4)
+    assert batch["input_ids"].tolist() == [[5, 6, 1, 1], [5, 6, 7, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert batch["labels"].tolist() == [1, 0]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+@pytest.mark.parametrize(("longest", "width"), [(1, 8), (8, 8), (9, 12), (12, 12)])
+def test_width_of_a_batch(longest, width):
+    batch = collate([row(1), row(longest)], 1, 12)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, width)
+    assert batch["attention_mask"].sum(dim=1).tolist() == [1, longest]
+
+
+def test_longest_first():
+    examples = [row(1, 0), row(3, 1), row(2, 0), row(3, 0)]
+    assert [(len(own["input_ids"]), own["label"]) for own in longest_first(examples)] == [
+        (3, 1),
+        (3, 0),
+        (2, 0),
+        (1, 0),
+    ]
+
+
+def numbered(lengths):
+    """Rows that contain their number."""
+    return [{"input_ids": np.full(n, i), "label": i % 2} for i, n in enumerate(lengths)]
+
+
+def drawn(order, numbers):
+    return [int(order[g]["input_ids"][0]) for g in numbers]
+
+
+def test_an_epoch_has_each_row_once_in_its_own_order():
+    order = EpochOrder(numbered([1] * 50), seed=3, total_rows=175)
+    assert len(order) == 175
+    all_rows = drawn(order, range(175))
+    epochs = [all_rows[start : start + 50] for start in range(0, 150, 50)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
+    assert len(set(all_rows[150:])) == 25
+    assert all(order[g]["label"] == all_rows[g] % 2 for g in range(175))
+    other = EpochOrder(numbered([1] * 50), seed=4, total_rows=175)
+    assert drawn(other, range(50)) not in epochs[:2]  # seed + 1 is not the same run an epoch ahead
+    for g in (-1, 175):
+        with pytest.raises(IndexError):
+            order[g]
+
+
+def test_orders_never_change():
+    order = EpochOrder(numbered([1] * 6), seed=1, total_rows=12)
+    assert drawn(order, range(12)) == [3, 5, 2, 0, 1, 4, 0, 5, 3, 4, 2, 1]
+
+
+@pytest.mark.parametrize("start", [0, 1, 49, 50, 51, 120])
+def test_resumed_order_is_that_of_the_whole_run(start):
+    whole = drawn(EpochOrder(numbered([1] * 50), 7, 150), range(150))
+    assert drawn(EpochOrder(numbered([1] * 50), 7, 150), range(start, 150)) == whole[start:]
+    assert drawn(EpochOrder(numbered([1] * 50), 7, 150), reversed(range(150))) == whole[::-1]
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 4), (50, 8), (97, 5), (64, 4), (640, 10)])
+def test_batches_have_rows_of_similar_lengths(rows, batch):
+    lengths = np.random.default_rng(0).integers(1, 100, rows)
+    examples, total = numbered(lengths), 3 * rows
+    drawn_rows = np.array(drawn(EpochOrder(examples, 5, total, batch), range(total)))
+    epochs = drawn_rows.reshape(3, rows)
+    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
+    assert rows == 1 or len({tuple(epoch) for epoch in epochs}) == 3
+    resumed = EpochOrder(examples, 5, total, batch)
+    assert drawn(resumed, range(total - 1, -1, -1)) == drawn_rows[::-1].tolist()
+
+    def padding(rows):
+        widths = [lengths[rows[start : start + batch]].max() for start in range(0, len(rows), batch)]
+        return batch * sum(widths) / lengths[rows].sum() - 1
+
+    if rows == 640:
+        plain = np.array(drawn(EpochOrder(examples, 5, total), range(total)))
+        assert padding(drawn_rows) < 0.15 < 0.7 < padding(plain)
+        # Batches are in random order, not sorted by length.
+        means = lengths[drawn_rows].reshape(-1, batch).mean(1)
+        assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
+
+
+def test_order_in_worker_processes():
+    whole = EpochOrder(numbered([1] * 10), 7, 25)
+    loader = DataLoader(whole, batch_size=4, num_workers=2, collate_fn=pad, multiprocessing_context="fork")
+    assert [ids for batch in loader for ids in batch["input_ids"][:, 0].tolist()] == drawn(whole, range(25))
+    assert drawn(pickle.loads(pickle.dumps(whole)), range(25)) == drawn(whole, range(25))
+
+
+def pad(rows):
+    return collate(rows, 0, 8)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from linformers.training import checkpointing, finetune, inference, pretrain, recipe, tasks
+from linformers.training import checkpoints, finetune, predict, pretrain, recipe, tasks
 from linformers.training.corpus import Corpus
 
 from . import small
@@ -68,11 +68,11 @@ def test_signal_to_a_whole_group_saves(corpus, tmp_path):
     os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors[-2000:]
-    assert checkpointing.newest_whole(tmp_path / "run", print) is not None
+    assert checkpoints.newest_intact(tmp_path / "run", print) is not None
 
 
 def test_folder_in_use(corpus, tmp_path):
-    with checkpointing.locked(tmp_path), refused("is in use by another process"):
+    with checkpoints.locked(tmp_path), refused("is in use by another process"):
         small.train(small.recipe(corpus, tmp_path))
     assert small.train(small.recipe(corpus, tmp_path, steps=2)) == 0
 
@@ -161,7 +161,7 @@ def test_tuned_model_is_tuned_again_with_other_labels(tuned, tmp_path):
 
 def test_whole_file_is_scored(tuned):
     rows = tasks.labelled_file(table(tuned / "c.csv", 50), ["text"], "label", ["cat", "dog"])
-    result = inference.score(tuned / "out" / "model", rows, small.QUIET)
+    result = predict.score(tuned / "out" / "model", rows, small.QUIET)
     assert (result["rows"], result["f1_of"]) == (50, "'dog'")
     assert result["note"].startswith("all rows of the file")
     with pytest.raises(ValueError, match="bird"):
@@ -206,18 +206,18 @@ def test_damaged_notes(pretrained, corpus, tmp_path):
             small.train(small.recipe(corpus, out, steps=4))
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "manifest.json").write_text("[]")
-    assert checkpointing.damage(tmp_path / "checkpoint-3").endswith("manifest.json is no list of files")
+    assert checkpoints.damage(tmp_path / "checkpoint-3").endswith("manifest.json is no list of files")
 
 
 def test_numbers_of_predict_and_evaluate(pretrained, corpus):
     with refused("best=100000 exceeds the 300 words of the vocabulary"):
-        inference.predict(pretrained / "model", [], io.StringIO(), best=100_000)
+        predict.predict_lines(pretrained / "model", [], io.StringIO(), best=100_000)
     with refused("rows=0 must be a positive integer"):
-        inference.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
+        predict.perplexity(pretrained / "model", corpus, small.QUIET, rows=0)
     for share in (0, 2):
         with refused(f"mask_share={share} must be above 0 and below 1"):
-            inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=share)
-    shares = [inference.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=s) for s in (0.15, 0.5)]
+            predict.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=share)
+    shares = [predict.perplexity(pretrained / "model", corpus, small.QUIET, mask_share=s) for s in (0.15, 0.5)]
     assert shares[1]["masked_tokens"] > 2 * shares[0]["masked_tokens"]
 
 
@@ -233,14 +233,14 @@ def test_a_wrong_line_costs_no_answers(pretrained):
     for size in (1, 3, 32):
         out = io.StringIO()
         with refused(f"line 3 {unmasked}; 2 more of 8 lines have an error, too"):
-            inference.predict(pretrained / "model", lines, out, batch_size=size)
+            predict.predict_lines(pretrained / "model", lines, out, batch_size=size)
         rows = [json.loads(line) for line in out.getvalue().splitlines()]
         assert [row["text"] for row in rows] == lines
         assert [row.get("error") for row in rows] == expected
         assert all(("guesses" in row) != ("error" in row) for row in rows)
     with refused(f"line 1 {beyond}"):
-        inference.predict(pretrained / "model", [far, "a <mask>"], io.StringIO())
-    assert inference.predict(pretrained / "model", ["a <mask>\n", " \n"], io.StringIO()) == 2
+        predict.predict_lines(pretrained / "model", [far, "a <mask>"], io.StringIO())
+    assert predict.predict_lines(pretrained / "model", ["a <mask>\n", " \n"], io.StringIO()) == 2
 
 
 def test_weights_that_were_cut_short(pretrained, tmp_path):
@@ -248,7 +248,7 @@ def test_weights_that_were_cut_short(pretrained, tmp_path):
     weights = own / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with refused("model.safetensors is damaged or cut short: "):
-        inference.predict(own, ["a <mask>"], sys.stdout)
+        predict.predict_lines(own, ["a <mask>"], sys.stdout)
 
 
 @pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])

@@ -40,4 +40,5 @@ def texts_of(opened, split):
 
 def contents(folder):
     """All that a corpus holds, as bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,76 +1,59 @@
-"""Run transformers' own common model tests against Linformer: `make common`.
+"""Run transformers' own model tests on the Linformer models: `make common`.
 
-The tests come with transformers' source distribution, not with its wheel, so they are fetched in the version that is
-installed. What they import from parts of the repository that the distribution lacks is replaced by empty stand-ins.
+The tests are part of transformers' source distribution, not of its wheel, so pip downloads the source of the installed
+version. Parts of the repository that the distribution lacks are replaced by stubs.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import transformers
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache"
-NAME = f"transformers-{transformers.__version__}"
-STAND_INS = {
+STUBS = {
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
     "utils/test_configuration_utils.py": "config_common_kwargs = {'return_dict': False, 'dtype': 'float16'}\n",
 }
-MODES = [
-    {"PROJECTION": "linear", "SHARING": "layerwise"},
-    {"PROJECTION": "linear", "SHARING": "none", "PROJECTION_INIT": "gaussian", "NORM_FIRST": "1"},
-    {"PROJECTION": "mean", "SHARING": "layerwise", "NORM_FIRST": "1"},
-    {"PROJECTION": "max", "SHARING": "layerwise"},
-    {"PROJECTION": "conv", "SHARING": "key-value"},
-    {"PROJECTION": "identity", "SHARING": "layerwise"},
-    {"PROJECTION": "linear", "SHARING": "layerwise", "WINDOW": "2"},
-    {"PROJECTION": "dynamic", "SHARING": "headwise"},
-]
 
 
-def fetch() -> Path:
-    """The folder of transformers' tests, with ours among them."""
-    source = CACHE / NAME
-    if not source.exists():
-        CACHE.mkdir(exist_ok=True)
-        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "transformers"]
-        subprocess.run([*download, "--dest", CACHE, NAME.replace("-", "==")], check=True)
-        with tarfile.open(CACHE / f"{NAME}.tar.gz") as archive:
-            archive.extractall(CACHE, filter="data")
-    tests = source / "tests"
-    for path, content in STAND_INS.items():
-        (tests / path).parent.mkdir(parents=True, exist_ok=True)
-        (tests / path).write_text(content)
-    ours = tests / "models" / "linformer"
-    ours.mkdir(parents=True, exist_ok=True)
-    for folder in (tests, tests / "models", ours, *{(tests / path).parent for path in STAND_INS}):
-        (folder / "__init__.py").touch()
-    shutil.copy(HERE / "modeling_linformer.py", ours / "test_modeling_linformer.py")
+def download(version: str) -> Path:
+    """The folder of the source distribution, which is downloaded once."""
+    source = CACHE / f"transformers-{version}"
+    if source.exists():
+        return source
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
+        if subprocess.run([*command, "--dest", folder, f"transformers=={version}"], check=False).returncode:
+            sys.exit(f"make common needs the source distribution of transformers {version}, which pip cannot download")
+        with tarfile.open(Path(folder, f"transformers-{version}.tar.gz")) as archive:
+            archive.extractall(folder, filter="data")
+        Path(folder, source.name).rename(source)
     return source
 
 
-def main() -> None:
-    source = fetch()
-    for mode in MODES:
-        print("\n", mode, flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "2",
-            "-p",
-            "no:warnings",
-            "--tb=short",
-            "tests/models/linformer",
-        ]
-        subprocess.run(command, cwd=source, env={**os.environ, "OMP_NUM_THREADS": "1", **mode}, check=True)
+def add_linformer(tests: Path) -> None:
+    """Put the stubs and our test file among transformers' tests."""
+    files = {tests / path: content for path, content in STUBS.items()}
+    files[tests / "models" / "linformer" / "test_modeling_linformer.py"] = (HERE / "modeling_linformer.py").read_text()
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    for folder in {tests, tests / "models", *(path.parent for path in files)}:
+        (folder / "__init__.py").touch()
 
 
-main()
+if __name__ == "__main__":
+    source = download(transformers.__version__)
+    add_linformer(source / "tests")
+    arguments = ["-q", "-n", "2", "--dist", "worksteal", "-p", "no:warnings", "--tb=short"]
+    arguments += ["-o", "log_cli=false", "-o", "verbosity_subtests=0"]
+    command = [sys.executable, "-m", "pytest", *arguments, "tests/models/linformer", *sys.argv[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    sys.exit(subprocess.run(command, cwd=source, env=environment, check=False).returncode)

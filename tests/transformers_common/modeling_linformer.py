@@ -1,6 +1,5 @@
-"""The tester that transformers' common model tests ask for; it runs from inside their source tree."""
+"""The Linformer models for transformers' common model tests; runs inside their source tree."""
 
-import os
 import unittest
 
 from linformers import (
@@ -15,19 +14,26 @@ from linformers import (
 from ...test_configuration_common import ConfigTester
 from ...test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
 
-PROJECTION = os.environ.get("PROJECTION", "linear")
-WINDOW = int(os.environ.get("WINDOW", "0"))
+MODES = {
+    "Linear": {},
+    "Gaussian": {"sharing": "none", "projection_init": "gaussian", "norm_first": True},
+    "Max": {"projection": "max"},
+    "Convolution": {"projection": "conv", "sharing": "key-value", "norm_first": True},
+    "Identity": {"projection": "identity"},
+    "Window": {"local_window": 2},
+}
 
 
 class LinformerModelTester:
     batch_size, seq_length, vocab_size, num_labels = 13, 8, 99, 3
     hidden_size, num_hidden_layers, num_attention_heads, projected_length = 32, 2, 4, 4
     encoder_seq_length = seq_length
-    key_length = seq_length if PROJECTION == "identity" else projected_length + (2 * WINDOW + 1 if WINDOW else 0)
     is_training = True
 
-    def __init__(self, parent):
-        self.parent = parent
+    def __init__(self, parent, mode):
+        self.parent, self.mode = parent, mode
+        near = 2 * mode["local_window"] + 1 if "local_window" in mode else 0
+        self.key_length = self.seq_length if mode.get("projection") == "identity" else self.projected_length + near
 
     def get_config(self):
         return LinformerConfig(
@@ -38,11 +44,7 @@ class LinformerModelTester:
             intermediate_size=37,
             max_position_embeddings=self.seq_length,
             projected_length=self.projected_length,
-            projection=PROJECTION,
-            sharing=os.environ.get("SHARING", "layerwise"),
-            projection_init=os.environ.get("PROJECTION_INIT", "window"),
-            norm_first="NORM_FIRST" in os.environ,
-            local_window=WINDOW,
+            **self.mode,
         )
 
     def prepare_config_and_inputs_for_common(self):
@@ -55,7 +57,8 @@ class LinformerModelTester:
         return self.get_config(), inputs
 
 
-class LinformerModelTest(ModelTesterMixin, unittest.TestCase):
+class CommonTests(ModelTesterMixin):
+    mode = None
     all_model_classes = (
         LinformerModel,
         LinformerForMaskedLM,
@@ -66,12 +69,17 @@ class LinformerModelTest(ModelTesterMixin, unittest.TestCase):
     test_resize_embeddings = True
 
     def setUp(self):
-        self.model_tester = LinformerModelTester(self)
-        self.config_tester = ConfigTester(self, config_class=LinformerConfig, hidden_size=36)
+        self.model_tester = LinformerModelTester(self, self.mode)
+        self.config_tester = ConfigTester(self, config_class=LinformerConfig, hidden_size=37)
 
     def test_config(self):
         self.config_tester.run_common_tests()
 
-    @unittest.skipIf(WINDOW, "with a local window, attentions are cut out of blocks, and no gradient goes through them")
     def test_retain_grad_hidden_states_attentions(self):
+        if "local_window" in self.mode:
+            self.skipTest("with a local window, attentions are gathered from blocks and receive no gradient")
         super().test_retain_grad_hidden_states_attentions()
+
+
+for name, mode in MODES.items():
+    globals()[f"{name}Test"] = type(f"{name}Test", (CommonTests, unittest.TestCase), {"mode": mode})

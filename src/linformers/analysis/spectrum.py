@@ -1,37 +1,38 @@
-r"""Section 3.1 of the paper: the singular values of P, for each layer and head, over many passages of text."""
+"""The singular values of P in each layer and head of an encoder, averaged over passages (section 3.1 of the paper)."""
 
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 import os
 import time
 import zipfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checks import check_size
+from ..checks import check_size, make_folder
 from ..errors import UserError
-from .attentions import check_watchable, watching
+from ..progress import progress, stoppable
+from ..provenance import commit, environment
+from . import attentions
 
 SECONDS_BETWEEN_SAVES = 30
 
 
 def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
-    r"""The singular values of matrices (…, n, m), falling, in float64: square roots of the eigenvalues of $P P^T$.
+    r"""Return the singular values of matrices (…, n, m), descending, in float64: (…, min(n, m)).
 
-    In float64 that loses nothing that matters (a value below $10^{-8}$ of the largest may come out as 0), and takes
-    half the time of an SVD. Of the symmetric product only the lower triangle is needed, so it is computed in blocks.
+    They are the square roots of the eigenvalues of $P P^T$, which takes half the time of an SVD and, in float64, loses
+    only values below $10^{-8}$ of the largest. eigvalsh reads the lower triangle alone, so only that is computed.
     """
     n = matrices.shape[-2]
     precise = matrices.double()
@@ -39,181 +40,129 @@ def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
     for start in range(0, n, block):
         end = start + block
         products[..., start:end, :end] = precise[..., start:end, :] @ precise[..., :end, :].mT
-    values = torch.linalg.eigvalsh(products.cpu())  # a GPU takes one matrix after the other
+    values = torch.linalg.eigvalsh(products.cpu())  # on a GPU, torch decomposes one matrix after the other
     return values.clamp(min=0).sqrt().flip(-1)[..., : min(matrices.shape[-2:])]
 
 
-def cumulative(values: Tensor) -> Tensor:
-    """The share of the first i of the values in the sum of all, for each i."""
+def cumulative_share(values: np.ndarray) -> np.ndarray:
+    """Return the share of the first i values in the sum of all, for each i."""
     sums = values.cumsum(-1)
     return sums / sums[..., -1:]
 
 
-class Moments:
-    """The mean and the spread of arrays that come one batch after the other; none of them is kept."""
-
-    def __init__(self, count: int = 0, mean: Any = 0.0, squares: Any = 0.0) -> None:
-        self.count, self.mean, self.squares = count, mean, squares
-
-    def add(self, batch: np.ndarray) -> None:
-        """Take in arrays that stand behind each other along the first axis."""
-        size, mean = len(batch), batch.mean(0)
-        shift, total = mean - self.mean, self.count + size
-        self.squares = self.squares + ((batch - mean) ** 2).sum(0) + shift**2 * (self.count * size / total)
-        self.mean = self.mean + shift * (size / total)
-        self.count = total
-
-    @property
-    def std(self) -> np.ndarray:
-        return np.sqrt(self.squares / max(1, self.count - 1))
-
-
 @dataclass(frozen=True)
 class Spectrum:
-    """What was measured, each (layers, heads, n).
-
-    Attributes:
-        sentences: over so many passages.
-        values: the mean singular values.
-        cumulative: the mean share of the first i singular values in the sum of all: the paper's Figure 1.
-        cumulative_std: its standard deviation over passages.
-        energy: the mean share of the first i squared singular values, which is what a projection of rank i can keep.
-        energy_std: its standard deviation over passages.
-    """
+    """Statistics over passages, each (layers, heads, n)."""
 
     sentences: int
-    values: np.ndarray
-    cumulative: np.ndarray
+    values: np.ndarray  # mean singular values
+    cumulative: np.ndarray  # mean share of the first i of them in the sum of all, as in the paper's Figure 1
     cumulative_std: np.ndarray
-    energy: np.ndarray
-    energy_std: np.ndarray
+    energy: np.ndarray  # mean share of the first i squared values, the most that a matrix of rank i can keep
+
+    def record(self, at: int) -> dict[str, Any]:
+        """Summarize as json: each head at `at` (layers, heads), means over heads (layers, n), and each head's curve."""
+        series = {name: getattr(self, name) for name in ("cumulative", "cumulative_std", "energy")}
+        heads = {f"{name}_at": array[:, :, at - 1].tolist() for name, array in series.items()}
+        layers = {f"{name}_by_layer": np.round(array.mean(1), 6).tolist() for name, array in series.items()}
+        curves = np.round(self.cumulative, 4).tolist()
+        return {"sentences": self.sentences, "at": at, **heads, **layers, "cumulative": curves}
 
 
-SERIES = ("values", "cumulative", "energy")
+class Moments(NamedTuple):
+    """Streaming statistics by Welford's method; `squares` is the sum of squared deviations from the mean."""
+
+    count: int = 0
+    mean: Any = 0.0
+    squares: Any = 0.0
+
+    def add(self, sample: np.ndarray) -> Moments:
+        count, shift = self.count + 1, sample - self.mean
+        mean = self.mean + shift / count
+        return Moments(count, mean, self.squares + shift * (sample - mean))
 
 
-class State:
-    """How far a measurement has come, on disk; a run with the same model and first passages goes on from there."""
-
-    def __init__(self, path: Path | None, model: str, passages: np.ndarray) -> None:
-        self.path, self.model, self.passages = path, model, passages
-        self.moments = {name: Moments() for name in SERIES}
-        self.saved = time.monotonic()
-        if path is not None and path.exists():
-            self._load(path)
-
-    def _load(self, path: Path) -> None:
-        try:
-            with path.open("rb") as raw, np.load(raw) as file:
-                arrays = {name: file[name] for name in ("model", "passages", *_arrays(self.moments))}
-        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
-            raise UserError(f"{path} is no state of a measurement; give another --out, or remove it") from None
-        both = min(len(arrays["passages"]), len(self.passages))
-        if str(arrays["model"]) != self.model or (arrays["passages"][:both] != self.passages[:both]).any():
-            raise UserError(
-                f"{path} is of another model, other texts or another length or seed; give another --out, or remove it"
-            )
-        if both == len(self.passages):
-            self.passages = arrays["passages"]
-        for name in SERIES:
-            own = (arrays[f"{name}_mean"], arrays[f"{name}_squares"])
-            self.moments[name] = Moments(len(arrays["passages"]), *own)
-
-    @property
-    def done(self) -> int:
-        return self.moments["values"].count
-
-    def add(self, values: np.ndarray) -> None:
-        """Take in the singular values of one more passage, (layers, heads, n)."""
-        grown = {name: copy(own) for name, own in self.moments.items()}
-        for name, array in zip(SERIES, _series(values), strict=True):
-            grown[name].add(array[None])
-        self.moments = grown  # all at once: an interrupt comes before or after it
-        if time.monotonic() - self.saved > SECONDS_BETWEEN_SAVES:
-            self.save()
-
-    def save(self) -> None:
-        """Write all of it, or nothing."""
-        if self.path is None or not self.done:
-            return
-        buffer = io.BytesIO()
-        np.savez(buffer, model=self.model, passages=self.passages[: self.done], **_arrays(self.moments))
-        part = self.path.with_suffix(".part")
-        part.write_bytes(buffer.getvalue())
-        part.replace(self.path)
-        self.saved = time.monotonic()
-
-    def result(self) -> Spectrum:
-        values, share, energy = (self.moments[name] for name in SERIES)
-        return Spectrum(self.done, values.mean, share.mean, share.std, energy.mean, energy.std)
+def load_state(path: Path, model: str, passages: np.ndarray) -> tuple[Moments, np.ndarray]:
+    """Return saved moments and the passages they cover, or the given ones if these are more."""
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:
+            own, seen, mean, squares = (file[name] for name in ("model", "passages", "mean", "squares"))
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
+        raise UserError(f"{path} is not the state of a measurement; remove it or use another --out") from None
+    both = min(len(seen), len(passages))
+    if str(own) != model or not np.array_equal(seen[:both], passages[:both]):
+        raise UserError(f"{path} has another model, text, length or seed; remove it or use another --out")
+    return Moments(len(seen), mean, squares), max(seen, passages, key=len)
 
 
-def _arrays(moments: dict[str, Moments]) -> dict[str, Any]:
-    means = {f"{name}_mean": own.mean for name, own in moments.items()}
-    return means | {f"{name}_squares": own.squares for name, own in moments.items()}
+def save_state(path: Path, model: str, passages: np.ndarray, found: Moments) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        np.savez(file, model=model, passages=passages[: found.count], mean=found.mean, squares=found.squares)
+    part.replace(path)
 
 
 def measure(
     model: PreTrainedModel,
-    ids: Tensor,
+    passages: Tensor,
     *,
     name: str = "model",
     workers: int | None = None,
     state_file: Path | None = None,
-    on_start: Callable[[int, int, int], None] = lambda done, layers, heads: None,
-    on_sentence: Callable[[], None] = lambda: None,
+    on_passage: Callable[[int], None] = lambda done: None,
 ) -> Spectrum:
-    """The spectrum of P over passages (count, n), exact, one passage at a time.
+    """Measure the spectrum of P over passages (count, n) of an encoder with eager attention (see `load_encoder`).
 
-    Layers are decomposed by `workers` threads, by default one for each core, while the model computes the next.
-
-    Args:
-        model: an encoder with eager attention, as `load_encoder` gives it.
-        ids: the passages.
-        name: what errors call the model.
-        workers: threads.
-        state_file: where to keep how far the measurement has come; if that is there already, it goes on from there, and
-            if it has more passages than `ids`, all of them are the result.
-        on_start: called with the passages that are done already, the layers and the heads.
-        on_sentence: called after each passage.
+    `workers` threads decompose matrices, by default one for each core. Progress is saved to `state_file`; if it exists,
+    the measurement resumes from it, and if it has more passages than requested, the result covers all of them.
+    `on_passage` is called with the number of finished passages, at the start and after each. Errors call the model
+    `name`.
     """
-    if workers is not None:
-        check_size("workers", workers)
-    layers, heads = check_watchable(model, ids, name)
-    state = State(state_file, fingerprint(model), hashes(ids))
-    on_start(state.done, layers, heads)
-    with _one_thread_each(), ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        pending: list[list[Any]] = []
+    attentions.check_full_attention(model, passages, name)
+    found, seen, key, saved = Moments(), passages.numpy(), fingerprint(model), time.monotonic()
+    if state_file is not None and state_file.exists():
+        found, seen = load_state(state_file, key, seen)
+    on_passage(found.count)
+    pending: list[list[list[Future]]] = []  # of each passage, by layer and head
 
-        def finish() -> None:
-            futures = pending.pop(0)
-            state.add(np.stack([np.concatenate([part.result() for part in layer]) for layer in futures]))
-            on_sentence()
+    def finish_passage() -> None:
+        nonlocal found, saved
+        values = np.stack([[head.result() for head in layer] for layer in pending.pop(0)])
+        # One assignment, so that an interrupt leaves no passage half added.
+        found = found.add(np.stack([values, cumulative_share(values), cumulative_share(values**2)]))
+        on_passage(found.count)
+        if state_file is not None and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+            save_state(state_file, key, seen, found)
+            saved = time.monotonic()
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # workers with a matrix each are faster than torch's threads inside one decomposition
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         try:
-            for row in ids[state.done :]:
-                futures: list[list[Any]] = []
+            for row in passages[found.count :]:
+                layers: list[list[Future]] = []
 
-                def decompose(layer: int, probs: Tensor, futures: list[list[Any]] = futures) -> None:
-                    futures.append([pool.submit(_values, part) for part in probs[0].split(1)])
+                def decompose(layer: int, probs: Tensor, layers: list[list[Future]] = layers) -> None:
+                    layers.append([pool.submit(singular_values, head) for head in probs[0]])
 
-                with torch.no_grad(), watching(decompose, ids.shape[1]):
+                with torch.no_grad(), attentions.WatchAttention(decompose, passages.shape[1]):
                     model(row[None].to(model.device))
-                pending.append(futures)
-                if len(pending) > 1:
-                    finish()
+                pending.append(layers)
+                if len(pending) > 1:  # workers finish a passage while the model computes the next
+                    finish_passage()
             while pending:
-                finish()
+                finish_passage()
         finally:
-            state.save()
-            for futures in pending:
-                for future in (part for layer in futures for part in layer):
-                    future.cancel()
-    return state.result()
+            if state_file is not None and found.count:
+                save_state(state_file, key, seen, found)
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(threads)
+    (values, share, energy), deviation = found.mean, np.sqrt(found.squares / max(1, found.count - 1))
+    return Spectrum(found.count, values, share, deviation[1], energy)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """What tells a model from others."""
+    """Hash the weights of a model."""
     digest = hashlib.blake2b(digest_size=16)
     for key, weight in model.state_dict().items():
         digest.update(key.encode())
@@ -221,37 +170,95 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def hashes(ids: Tensor) -> np.ndarray:
-    """What tells each of the passages (count, n) from others, (count,)."""
-    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in ids.numpy())
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+def run(
+    model: str,
+    text: list[str],
+    *,
+    length: int | None,
+    sentences: int,
+    at: int | None,
+    seed: int,
+    text_column: str,
+    workers: int | None,
+    out: Path,
+    command: str,
+    console: Console,
+) -> Spectrum:
+    """Measure the spectrum of P and write `spectrum.json` and `spectrum.png` to `out`; resume an interrupted run."""
+    from .. import plots  # before the measurement: matplotlib may be missing
+
+    if not text:
+        raise UserError("text is missing: files or folders to draw passages from")
+    for name, value in {"length": length, "sentences": sentences, "at": at, "workers": workers}.items():
+        if value is not None:
+            check_size(name, value)
+    make_folder("out", out)
+    encoder, tokenizer = attentions.load_encoder(model)
+    length = length or min(512, tokenizer.model_max_length)
+    at = at or max(1, length // 4)
+    if at >= length:
+        raise UserError(f"at={at} must be below length={length}, the number of singular values")
+    origin = {"command": command, "commit": commit(), **environment(), "model": model, "texts": text, "n": length}
+    with console.status("reading text"):
+        passages = attentions.passages(text, tokenizer, length, sentences, seed=seed, text_column=text_column)
+    if len(passages) < sentences:
+        console.print(f"The text has only {len(passages)} passages of {length} tokens", highlight=False)
+
+    done = 0
+    with progress(console) as bars, stoppable(console, lambda: f"Stopped after {done} passages; run again to resume"):
+        task = bars.add_task("passages", total=len(passages))
+
+        def show(finished: int) -> None:
+            nonlocal done
+            done = finished
+            bars.update(task, completed=done)
+
+        state_file = out / "state.npz"
+        spectrum = measure(encoder, passages, name=model, workers=workers, state_file=state_file, on_passage=show)
+    lines = summary(spectrum, at)
+    for line in lines:
+        console.print(line, highlight=False)
+    record = {**origin, **spectrum.record(at), "summary": lines}
+    (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    figure, axes = plots.new_figure(2, 7.6, 3.7)
+    draw(record, *axes)
+    plots.save(figure, out / "spectrum.png")
+    console.print(f"Written to {out}", markup=False)
+    return spectrum
 
 
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's; equal values share the mean of their ranks."""
-    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+def summary(spectrum: Spectrum, at: int) -> list[str]:
+    """State the share of the first `at` singular values, and whether it grows with the layer."""
+    n, shares = spectrum.values.shape[-1], spectrum.cumulative[:, :, at - 1]  # (layers, heads)
+    lines = [
+        f"The first {at} of {n} singular values hold {shares.mean():.3f} of their sum (by head {shares.min():.3f} to "
+        f"{shares.max():.3f}; a flat spectrum: {at / n:.3f}) and {spectrum.energy[:, :, at - 1].mean():.3f} of the sum "
+        f"of their squares, over {spectrum.sentences} passages."
+    ]
+    if len(shares) > 2:
+        ranks = shares.mean(1).argsort().argsort()
+        correlation = np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]
+        verdict = "have" if correlation > 0.5 else "do not have"
+        lines.append(f"Higher layers {verdict} lower rank: rank correlation of layer and share {correlation:.2f}.")
+    return lines
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+def draw(record: Mapping[str, Any], left: Any, right: Any) -> None:
+    """Draw the curve of each layer (mean over heads) and a heat map of the heads' shares at `at`."""
+    from matplotlib import colormaps
 
-
-def _series(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    own = torch.from_numpy(values)
-    return values, cumulative(own).numpy(), cumulative(own**2).numpy()
-
-
-def _values(matrices: Tensor) -> np.ndarray:
-    return singular_values(matrices).numpy()
-
-
-@contextmanager
-def _one_thread_each() -> Any:
-    """Threads that decompose one matrix each beat one that does so with all cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    curves, spread = np.array(record["cumulative_by_layer"]), np.array(record["cumulative_std_by_layer"])
+    shares, (layers, n) = np.array(record["cumulative_at"]), curves.shape
+    x = np.arange(1, n + 1)
+    for layer, (mean, std) in enumerate(zip(curves, spread, strict=True)):
+        color = colormaps["viridis"](layer / max(1, layers - 1))
+        left.plot(x, mean, color=color, lw=1.2, label=f"layer {layer + 1}")
+        left.fill_between(x, mean - std, mean + std, color=color, alpha=0.12, lw=0)
+    left.plot(x, x / n, ":", color="#999999", label="flat")
+    left.axvline(record["at"], color="#999999", lw=0.8)
+    left.set(title="Singular values of P", xlabel="number of singular values", ylabel="share of their sum")
+    left.legend(fontsize=6, ncols=2, frameon=False)
+    right.grid(visible=False)
+    image = right.imshow(shares, aspect="auto", origin="lower", extent=(0.5, shares.shape[1] + 0.5, 0.5, layers + 0.5))
+    right.set(title=f"Share of the first {record['at']}", xlabel="head", ylabel="layer")
+    right.figure.colorbar(image, ax=right)

@@ -1,1 +1,1 @@
-"""Time and memory of a Linformer beside the standard Transformer."""
+"""Time and memory of a Linformer beside Transformers of the same size."""

@@ -1,286 +1,73 @@
-"""Section 5.3 of the paper: time and memory over (n, k), the number of tokens held fixed."""
+"""`linformers bench`: time and memory of Linformers beside the Transformers that you would use instead."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
-from transformers import RobertaConfig, RobertaModel
+from transformers import PreTrainedConfig, RobertaConfig, RobertaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..config import LinformerConfig
-from ..encoder import LinformerModel
-from . import floor
+from .. import LinformerConfig, LinformerModel, plots
+from ..checks import check_choice, make_folder
+from ..errors import UserError
+from ..progress import steps
+from ..provenance import commit, environment
 from .measure import (
     OutOfMemoryError,
     Run,
-    fitting,
+    best_device,
+    best_dtype,
     interleaved,
-    joules,
     largest_batch,
+    make_run,
     memory_errors,
-    pass_of,
     peak_memory,
     release,
 )
 
 UNFUSED, FUSED, ROBERTA = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA"
+COMPILED = ", compiled"
 MODELS = ("unfused", "roberta", "twin", "linformer")
+TASKS = ("inference", "training")
 VOCABULARY = 1000
-
-# transformers' SDPA under a name for which it makes no masks. There is nothing to mask here, and a compiled RoBERTa
-# would otherwise be given an n by n mask, with which no fused kernel serves it: not the baseline that it can be.
-SDPA_WITHOUT_MASK = "sdpa_without_mask"
-ALL_ATTENTION_FUNCTIONS.register(SDPA_WITHOUT_MASK, ALL_ATTENTION_FUNCTIONS["sdpa"])
-
-# Attention as it was written before there were fused kernels, in as few passes over P as torch allows. The eager
-# implementation computes in float32, for the sake of precision: it would be no fair baseline.
-PLAIN = "plain_softmax"
 
 
 def plain_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """P V with P = softmax(Q Kᵀ · scaling), behind transformers' attention interface."""
-    probs = nn.functional.dropout((query * scaling @ key.mT).softmax(-1), dropout)
+    """softmax(Q Kᵀ · scaling) V without fusion; eager attention computes in float32, an unfairly slow baseline."""
+    probs = nn.functional.dropout((query * scaling @ key.mT).softmax(-1), kwargs.get("dropout", 0.0))
     return (probs @ value).transpose(1, 2), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(PLAIN, plain_attention)
+ALL_ATTENTION_FUNCTIONS.register("plain", plain_attention)
+# Under this name transformers makes no mask: with one, a compiled RoBERTa would not use a fused kernel.
+ALL_ATTENTION_FUNCTIONS.register("sdpa_without_mask", ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model at one length, and what a pass costs; no `seconds` where memory ran out.
-
-    Attributes:
-        model: its name.
-        n: the sequence length.
-        k: the projected length, where it has one.
-        batch: sequences in a pass.
-        task: `"inference"`, or `"training"`: a forward and a backward pass.
-        seconds: the median time of a pass.
-        peak_bytes: the most memory that a pass takes beside weights and input.
-        floor: the least time that the hardware allows, in seconds, where it was looked for and memory sufficed.
-        joules: what a pass takes, where the driver tells.
-        largest_batch: the most sequences that fit into memory, where that was asked for.
-    """
+    """The cost of a pass through one model at one length; `seconds` is `None` where memory ran out."""
 
     model: str
     n: int
-    k: int | None
-    batch: int
-    task: str
-    seconds: float | None
-    peak_bytes: int | None
-    floor: float | None = None
-    joules: float | None = None
-    largest_batch: int | None = None
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A model to measure: how to make it, and whether to compile it."""
-
-    name: str
-    k: int | None
-    fields: dict[str, Any]
-    compiled: bool = False
-    is_roberta: bool = False
-
-    def config(self, n: int) -> LinformerConfig:
-        return LinformerConfig(vocab_size=VOCABULARY, max_position_embeddings=n, **self.fields)
-
-    def build(self, n: int, device: str, dtype: str) -> nn.Module:
-        with torch.device(device):
-            model = self._roberta(n) if self.is_roberta else LinformerModel(self.config(n))
-        model = model.to(getattr(torch, dtype))
-        return torch.compile(model, dynamic=False) if self.compiled else model  # type: ignore[return-value]
-
-    def _roberta(self, n: int) -> nn.Module:
-        """The same sizes in transformers' RoBERTa, whose first two positions are for padding."""
-        ours = self.config(n)
-        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        others = ("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob")
-        fields = {name: getattr(ours, name) for name in (*sizes, *others)}
-        config = RobertaConfig(vocab_size=VOCABULARY, max_position_embeddings=n + 2, **fields)
-        config._attn_implementation = SDPA_WITHOUT_MASK
-        return RobertaModel(config, add_pooling_layer=False)
-
-
-def contenders(
-    n: int,
-    projected_lengths: Sequence[int],
-    *,
-    compiled: bool = False,
-    models: Sequence[str] = MODELS,
-    windows: Sequence[int] = (),
-    **fields: Any,
-) -> list[Contender]:
-    """What to measure at n: the paper's baseline, those that users have today, and a Linformer for each k < n.
-
-    It is measured without a local window and with each of `windows`.
-    """
-    twin = {**fields, "projection": "identity"}
-    ways = (False, True) if compiled else (False,)
-
-    def name(model: str, compiled: bool) -> str:
-        return f"{model}, compiled" if compiled else model
-
-    found = {
-        "unfused": [Contender(UNFUSED, None, {**twin, "attn_implementation": PLAIN})],
-        "roberta": [Contender(name(ROBERTA, way), None, twin, way, is_roberta=True) for way in ways],
-        "twin": [Contender(name(FUSED, way), None, twin, way) for way in ways],
-        "linformer": [
-            Contender(name(own, way), k, {**fields, "projected_length": k, "local_window": window}, way)
-            for k in projected_lengths
-            if k < n
-            for own, window in {f"Linformer k={k}": 0, **{f"Linformer k={k} w={w}": w for w in windows}}.items()
-            for way in ways
-        ],
-    }
-    return [contender for model in MODELS if model in models for contender in found[model]]
-
-
-def compare(
-    lengths: Sequence[int],
-    projected_lengths: Sequence[int],
-    *,
-    tokens: int | None,
-    device: str,
-    dtype: str = "float32",
-    tasks: Sequence[str] = ("inference",),
-    compiled: bool = False,
-    models: Sequence[str] = MODELS,
-    windows: Sequence[int] = (),
-    with_floor: bool = False,
-    with_batches: bool = False,
-    memory: int | None = None,
-    on_model: Callable[[str], None] = lambda name: None,
-    on_timing: Callable[[str], None] = lambda name: None,
-    **fields: Any,
-) -> Iterator[list[Cell]]:
-    """Measure all contenders at each n and task; those of one n are timed in turn.
-
-    Each pass has `tokens` tokens, or is one sequence where that is `None`; `fields` are fields of `LinformerConfig` for
-    all of the models. The largest batches are those that fit into `memory` bytes, or into all of the GPU. `on_model` is
-    called with a name whenever a model is about to be made and its memory measured, `on_timing` when all are timed.
-    """
-    torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
-    for n in lengths:
-        for task in tasks:
-            torch._dynamo.reset()
-            release()
-            measured = contenders(n, projected_lengths, compiled=compiled, models=models, windows=windows, **fields)
-            batch = 1 if tokens is None else max(1, tokens // n)
-            found = _measure(
-                measured, n, batch, task, device, dtype, with_floor, with_batches, memory, on_model, on_timing
-            )
-            yield list(found)
-
-
-def _measure(
-    models: Sequence[Contender],
-    n: int,
-    batch: int,
-    task: str,
-    device: str,
-    dtype: str,
-    with_floor: bool,
-    with_batches: bool,
-    memory: int | None,
-    on_model: Callable[[str], None],
-    on_timing: Callable[[str], None],
-) -> Iterator[Cell]:
-    runs: dict[str, Run] = {}
-    peaks: dict[str, int] = {}
-    for contender in models:
-        on_model(f"{contender.name}, n={n}, {task}")
-        try:
-            with memory_errors():
-                ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
-                run = make_run(contender.build(n, device, dtype), ids, task)
-                run()  # what is compiled or chosen at the first run has no part in its memory
-                peaks[contender.name] = peak_memory(run, device)
-                runs[contender.name] = run
-        except OutOfMemoryError:
-            pass
-        # Nothing refers to an error's tensors any more; and memory that was free is not to be cut up by later models.
-        release()
-    on_timing(f"timing all, n={n}, {task}")
-    seconds = interleaved(runs, may_run_out=True)
-    for contender in models:
-        name = contender.name
-        floors = energy = most = None
-        if with_floor and name in seconds:
-            options: dict[str, Any] = {"training": task == "training", "device": device, "dtype": dtype}
-            floors = fitting(floor.floor_seconds, contender.config(n), batch, n, **options)
-        if name in seconds and device == "cuda":
-            energy = joules(runs[name], seconds[name])
-        if with_batches and not contender.compiled:
-            most = _most(contender, n, batch, task, device, dtype, peaks.get(name), memory)
-        yield Cell(name, n, contender.k, batch, task, seconds.get(name), peaks.get(name), floors, energy, most)
-
-
-def _most(
-    contender: Contender, n: int, batch: int, task: str, device: str, dtype: str, peak: int | None, memory: int | None
-) -> int:
-    model = fitting(contender.build, n, device, dtype)
-    if model is None:
-        return 0
-
-    def run(sequences: int) -> None:
-        make_run(model, torch.randint(5, VOCABULARY, (sequences, n), device=device), task)()
-
-    return largest_batch(run, batch, peak, memory)
-
-
-def compare_projected_lengths(
-    k: int, smaller: int, n: int, *, tokens: int, device: str = "cpu", dtype: str = "float32", **fields: Any
-) -> Iterator[Cell]:
-    """Measure what a smaller k saves in some of the heads, in some of the layers, and in all of them."""
-    base = LinformerConfig(**fields)
-    layers, heads = base.num_hidden_layers, base.num_attention_heads
-    half_the_heads = [k] * (heads // 2) + [smaller] * (heads - heads // 2)
-    choices: dict[str, Any] = {
-        f"k={k}": k,
-        f"k={smaller} in half the heads": [half_the_heads] * layers,
-        f"k={smaller} in half the layers": [k] * (layers // 2) + [smaller] * (layers - layers // 2),
-        f"k={smaller}": smaller,
-    }
-    batch = max(1, tokens // n)
-    ids = torch.randint(5, VOCABULARY, (batch, n), device=device)
-    runs = {
-        name: make_run(
-            Contender(name, None, {**fields, "projected_length": choice}).build(n, device, dtype), ids, "inference"
-        )
-        for name, choice in choices.items()
-    }
-    for run in runs.values():
-        run()
-    for name, seconds in interleaved(runs).items():
-        yield Cell(name, n, None, batch, "inference", seconds, peak_memory(runs[name], device))
-
-
-def make_run(model: nn.Module, ids: Tensor, task: str) -> Run:
-    return pass_of(model, lambda: model(ids).last_hidden_state, task)
-
-
-def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, list[tuple[float, float]]]:
-    """The value of each cell against its n, by model; where memory ran out there is none."""
-    measured = [cell for cell in cells if cell.seconds is not None]
-    models = dict.fromkeys(cell.model for cell in measured)
-    return {model: [(cell.n, value(cell)) for cell in measured if cell.model == model] for model in models}
+    k: int | None  # of a Linformer
+    batch: int  # sequences per pass
+    task: str  # "inference", or "training": a forward and a backward pass
+    seconds: float | None  # median time of a pass
+    peak_bytes: int | None  # peak memory of a pass, without weights and input
+    largest_batch: int | None = None  # that fits into memory, if it was searched for
 
 
 def milliseconds(cell: Cell) -> float:
@@ -291,5 +78,169 @@ def mebibytes(cell: Cell) -> float:
     return (cell.peak_bytes or 0) / 2**20
 
 
-def as_records(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    return [asdict(cell) for cell in cells]
+def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, list[tuple[float, float]]]:
+    """Points (n, value) of each model, where memory sufficed."""
+    measured = [cell for cell in cells if cell.seconds is not None]
+    models = dict.fromkeys(cell.model for cell in measured)
+    return {model: [(cell.n, value(cell)) for cell in measured if cell.model == model] for model in models}
+
+
+def model_configs(
+    n: int,
+    projected: Sequence[int],
+    models: Sequence[str] = MODELS,
+    windows: Sequence[int] = (),
+    compile: bool = False,
+    **fields: Any,
+) -> dict[str, PreTrainedConfig]:
+    """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`.
+
+    There is a Linformer for each k < n, without a local window and with each of `windows`. Under `compile`, all models
+    but the unfused one appear a second time, to be measured compiled.
+    """
+
+    def config(**own: Any) -> LinformerConfig:
+        return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **own})
+
+    twin = config(projection="identity")
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    same = (*sizes, "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in same})
+    roberta._attn_implementation = "sdpa_without_mask"
+    linformers = {
+        f"Linformer k={k}" + (f" w={w}" if w else ""): config(projected_length=k, local_window=w)
+        for k, w in itertools.product(projected, (0, *windows))
+        if k < n
+    }
+    unfused = config(projection="identity", attn_implementation="plain")
+    groups = zip(MODELS, ({UNFUSED: unfused}, {ROBERTA: roberta}, {FUSED: twin}, linformers), strict=True)
+    chosen = {name: own for model, group in groups if model in models for name, own in group.items()}
+    if compile:
+        chosen = {name + way: own for name, own in chosen.items() for way in ("", COMPILED)}
+        chosen.pop(UNFUSED + COMPILED, None)
+    return chosen
+
+
+def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
+    """A model with random weights, in bfloat16 on a GPU and in float32 on a CPU."""
+    with torch.device(best_device()):
+        is_roberta = isinstance(config, RobertaConfig)
+        model = RobertaModel(config, add_pooling_layer=False) if is_roberta else LinformerModel(config)
+    model = model.to(best_dtype())
+    return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
+
+
+def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
+    return make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
+
+
+def compare(
+    lengths: Sequence[int],
+    projected: Sequence[int],
+    *,
+    tokens: int | None,
+    console: Console,
+    tasks: Sequence[str] = ("inference",),
+    batches: bool = False,
+    memory: int | None = None,
+    **which: Any,
+) -> Iterator[list[Cell]]:
+    """Measure the models `which` (see `model_configs`) at each n and task, timed in turn.
+
+    A pass has `tokens` tokens, or is one sequence if that is `None`. `batches` asks for the largest batch that fits
+    into `memory` GiB.
+    """
+    torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
+    all_configs = {n: model_configs(n, projected, **which) for n in lengths}  # fails before anything is measured
+    with steps(console, len(tasks) * sum(len(configs) + 1 for configs in all_configs.values())) as begin:
+        for (n, configs), task in itertools.product(all_configs.items(), tasks):
+            torch._dynamo.reset()
+            release()
+            batch = 1 if tokens is None else max(1, tokens // n)
+            runs, peaks, largest = dict[str, Run](), dict[str, int](), dict[str, int]()
+            for name, config in configs.items():
+                begin(f"{name}, n={n}, {task}")
+                with suppress(OutOfMemoryError), memory_errors():
+                    compiled = name.endswith(COMPILED)
+                    make = functools.partial(random_run, build(config, compiled), n, task)
+                    if batches and not compiled:
+                        largest[name] = largest_batch(make, batch, memory)
+                    run = make(batch)
+                    run()  # compilation and autotuning do not count
+                    peaks[name], runs[name] = peak_memory(run, best_device()), run
+                release()
+            begin(f"timing all models, n={n}, {task}")
+            seconds = interleaved(runs)
+            ks = {name: own.projected_length if name.startswith("Linformer") else None for name, own in configs.items()}
+            yield [Cell(m, n, k, batch, task, seconds.get(m), peaks.get(m), largest.get(m)) for m, k in ks.items()]
+
+
+def run(
+    lengths: Sequence[int],
+    projected: Sequence[int],
+    *,
+    tokens: int | None,
+    layers: int,
+    hidden: int,
+    dropout: float,
+    tasks: Sequence[str],
+    out: Path,
+    command: str,
+    console: Console,
+    **options: Any,
+) -> None:
+    """Measure, show, and write `efficiency.json` and plots to `out`; `options` are those of `compare`."""
+    for name, chosen, known in (("task", tasks, TASKS), ("models", options.get("models", ()), MODELS)):
+        for own in chosen:
+            check_choice(name, own, known)
+    if hidden % 64:
+        raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
+    if min(projected) >= max(lengths):
+        raise UserError(f"projected={min(projected)} leaves nothing to measure: no length exceeds it")
+    if options.get("batches") and best_device() != "cuda":
+        raise UserError("--batches needs a GPU")
+    if options.get("memory") is not None and not options.get("batches"):
+        raise UserError(f"memory={options['memory']} has no effect without --batches")
+    make_folder("out", out)
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
+    options |= {**sizes, "intermediate_size": 4 * hidden}
+    options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()), "tokens": tokens}
+    cells: list[Cell] = []
+    for measured in compare(lengths, projected, tokens=tokens, tasks=tasks, console=console, **options):
+        cells += measured
+        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
+    for task in tasks:
+        measured = [cell for cell in cells if cell.task == task]
+        for table in tables(measured, task):
+            console.print(table)
+        if points := curves(measured, milliseconds):
+            axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
+            plots.efficiency(points, curves(measured, mebibytes), out / f"{task}.png", axis)
+    console.print(f"Results are in {out}", markup=False)
+
+
+def tables(cells: Sequence[Cell], task: str) -> Iterator[Table]:
+    """Time, memory and largest batch over n; in parentheses, a Linformer's relative to those of its rivals."""
+    found = {(cell.model, cell.n): cell for cell in cells}
+    names, lengths = (list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in ("model", "n"))
+    best = (next((own for own in (rival + COMPILED, rival) if own in names), None) for rival in (ROBERTA, FUSED))
+    rivals = [own for own in best if own] or [own for own in names if own == UNFUSED]
+    measures: dict[str, Callable[[Cell], float]] = {"Milliseconds": milliseconds, "MiB beside the weights": mebibytes}
+    if any(cell.largest_batch is not None for cell in cells):
+        measures["Largest batch"] = lambda cell: cell.largest_batch or 0
+
+    def text(cell: Cell | None, value: Callable[[Cell], float]) -> str:
+        if cell is None or cell.seconds is None:
+            return "–" if cell is None else "out of memory"
+        own, others = value(cell), [value(found[rival, cell.n]) for rival in rivals if cell.k is not None]
+        ratios = " / ".join(f"{own / other:.2f}" if other else "–" for other in others)
+        return (f"{own:,}" if isinstance(own, int) else f"{own:,.1f}") + (f" ({ratios})" if ratios else "")
+
+    for title, value in measures.items():
+        relative = f" (relative to {' / '.join(rivals)})" if rivals else ""
+        table = Table("model", *(f"n={n}" for n in lengths), title=f"{title}, {task}{relative}")
+        for name in names:
+            table.add_row(name, *(text(found.get((name, n)), value) for n in lengths))
+        yield table

@@ -1,1 +1,1 @@
-"""What the layers compute with: plain functions of tensors, which know torch and nothing of the model."""
+"""Fast paths: plain functions of tensors that depend on torch alone and must equal `linformers.reference`."""

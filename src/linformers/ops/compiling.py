@@ -1,4 +1,4 @@
-"""What a compiler is doing with us, as far as that changes what is computed, or how."""
+"""The state of torch's compilers, where it decides what to compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 def is_exporting() -> bool:
     """Whether `torch.export` is tracing.
 
-    `torch.compiler.is_exporting` says so too, but is true whenever Dynamo of torch 2.11 compiles.
+    `torch.compiler.is_exporting` is wrong on torch 2.11: it is also true whenever Dynamo compiles.
     """
     return torch.compiler._is_exporting_flag

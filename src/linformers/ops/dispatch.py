@@ -1,4 +1,4 @@
-"""Which of Triton and SDPA serves attention onto k projected keys, by device, type and size."""
+"""The choice between Triton and SDPA for attention onto k projected keys."""
 
 from __future__ import annotations
 
@@ -9,37 +9,34 @@ import logging
 import torch
 from torch import Tensor
 
-from .attend import MAX_HEAD_DIM, holds_all
+from .attend import MAX_HEAD_DIM, fits_on_chip
 from .compiling import is_exporting
 
-# Where kernels run. Tests add "cpu", for Triton's interpreter.
-DEVICES = {"cuda"}
-
+DEVICES = {"cuda"}  # tests add "cpu" for Triton's interpreter
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def use_triton(query: Tensor, key: Tensor, mask: Tensor | None = None, *, local: bool = False) -> bool:
-    """Whether to attend by `attend.attend`; what keeps a GPU from it is logged once.
+    """Whether `attend.attend` should compute attention; on a GPU, logs once why it cannot.
 
-    Kernels that hold all keys of a head are faster than any backend of SDPA, or as fast; those that walk over them are
-    slower. That was measured in bfloat16, with heads of 64 channels, for k from 64 to 2048 and n from 512 to 65,536.
-    SDPA cannot look at a local window without copies of the keys, so there the kernels always serve.
+    Kernels that keep all keys of a head on chip are at least as fast as every SDPA backend; those that stream over the
+    keys are slower (measured in bfloat16 with 64 channels per head, k from 64 to 2048, n from 512 to 65,536). With a
+    local window the kernels are always used, because SDPA needs copies of the keys.
     """
-    if query.device.type not in DEVICES or is_exporting() or not (local or holds_all(key)):
+    if query.device.type not in DEVICES or is_exporting() or not (local or fits_on_chip(key)):
         return False
-    obstacle = what_hinders(query, key, mask)
-    if obstacle is not None:
-        _log(obstacle)
-        return False
-    return True
+    reason = unsupported_reason(query, mask)
+    if reason is not None:
+        _log_once(reason)
+    return reason is None
 
 
-def what_hinders(query: Tensor, key: Tensor, mask: Tensor | None = None) -> str | None:
-    """Why the kernels cannot serve these tensors at all, if they cannot."""
-    if (obstacle := _what_hinders_on(query.device.type, query.device.index)) is not None:
-        return obstacle
+def unsupported_reason(query: Tensor, mask: Tensor | None = None) -> str | None:
+    """Why the kernels cannot process these tensors; `None` if they can."""
+    if (reason := _unsupported_device(query.device.type, query.device.index)) is not None:
+        return reason
     if query.dtype not in DTYPES:
         return f"there are kernels for bfloat16, float16 and float32, but not for {query.dtype}"
     if query.shape[3] > MAX_HEAD_DIM:
@@ -49,14 +46,14 @@ def what_hinders(query: Tensor, key: Tensor, mask: Tensor | None = None) -> str 
     return None
 
 
-# Compilers run what is marked as constant as it is, while they compile, and keep the result.
+# Dynamo runs functions that are marked as constant while it compiles, and keeps their results.
 @torch.compiler.assume_constant_result
-def _what_hinders_on(device_type: str, index: int | None) -> str | None:
-    return _look_at(device_type, index)
+def _unsupported_device(device_type: str, index: int | None) -> str | None:
+    return _inspect_device(device_type, index)
 
 
 @functools.cache
-def _look_at(device_type: str, index: int | None) -> str | None:
+def _inspect_device(device_type: str, index: int | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device_type == "cuda" and torch.cuda.get_device_capability(index) < (8, 0):
@@ -65,8 +62,7 @@ def _look_at(device_type: str, index: int | None) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def _log(obstacle: str) -> None:
-    if obstacle in _said:
-        return
-    _said.add(obstacle)
-    logging.getLogger(__name__).warning("attention goes through SDPA instead of Triton: %s", obstacle)
+def _log_once(reason: str) -> None:
+    if reason not in _logged:
+        _logged.add(reason)
+        logging.getLogger(__name__).warning("attention uses SDPA instead of Triton: %s", reason)

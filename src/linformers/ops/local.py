@@ -1,4 +1,4 @@
-"""Attention onto projected keys and, in the same softmax, the exact keys nearby: in blocks, at linear cost."""
+"""Attention onto projected keys plus a sliding window of exact keys, computed in blocks at linear cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# A window of w needs blocks of at least w queries. Larger ones see more keys in vain, smaller ones copy more keys.
+from .compiling import is_exporting
+
+# A block has at least w queries. Larger blocks compute more masked scores, smaller blocks copy more keys.
 SMALLEST_BLOCK = 64
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -26,83 +28,66 @@ def attend_locally(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""`reference.attend_locally`, by an `attend` that is given blocks of queries and all keys that they may see.
+    r"""Equals `reference.attend_locally`: each block of queries attends to all keys that one of them may see.
 
     Args:
-        attend: makes of queries, keys, values and a mask (b, 1, s, K) the result (b, s, h, d_head) and maybe $\bar P$.
-        query: (b, h, n, d_head), sorted by rank.
-        key: the projected keys, (b, h, k, d_head).
-        value: the projected values, (b, h, k, d_head).
-        near_key: the exact keys, (b, h, n, d_head).
-        near_value: the exact values, (b, h, n, d_head).
-        window: w, how many positions away a query sees exact keys.
-        mask: true where a projected key may be seen, (b or 1, 1, 1, k).
-        lengths: the number of real tokens in each row, (b,).
+        attend: Maps queries, keys, values and a mask (b, 1, s, K) to the output (b, s, h, d_head) and $\bar P$ or None.
+        query, key, value, near_key, near_value, window, mask, lengths: As in `reference.attend_locally`.
 
     Returns:
-        The result (b, n, h, d_head) and, where `attend` gives it, $\bar P$ (b, h, n, k + 2w + 1): of the projected
-        keys, then of the exact ones from w positions before a query to w behind it.
+        The output (b, n, h, d_head) and, if `attend` returns it, $\bar P$ (b, h, n, k + 2w + 1): the projected keys,
+        then the exact keys from w positions before the query to w after it.
     """
     (b, h, n, _), k, device = query.shape, key.shape[2], query.device
     size = max(window, SMALLEST_BLOCK)
-    count = (n + size - 1) // size  # not -(-n // size): ONNX rounds what is negative up
-    # A graph for all lengths must not ask what is true of some only, nor what is true of all and cannot be proved: none
-    # has a single block, or fills its blocks, and blocks are chosen by numbers instead of viewed.
-    exporting = torch.compiler.is_exporting()
-    if exporting:
-        count = n // size + 2
-    missing = count * size - n
+    # An exported graph serves every length, so it must not depend on whether n fills its blocks or has only one: there
+    # are always spare blocks, and indexing replaces views.
+    exporting = is_exporting()
+    count = n // size + 2 if exporting else (n + size - 1) // size
 
-    def cut(x: Tensor, before: int = 0, behind: int = 0) -> Tensor:
-        """(b, h, n, d) to blocks (b, count, size, h, d), with empty blocks before and behind."""
-        padding = (0, 0, 0, 0, before * size, missing + behind * size)
+    def split(x: Tensor, margin: int = 0) -> Tensor:
+        """(b, h, n, d) to blocks (b, count + 2 · margin, size, h, d), with `margin` empty blocks on each side."""
+        padding = (0, 0, 0, 0, margin * size, count * size - n + margin * size)
         padded = functional.pad(x.transpose(1, 2), padding)
         if exporting:
-            starts = size * torch.arange(before + count + behind, device=device)
+            starts = size * torch.arange(count + 2 * margin, device=device)
             return padded[:, starts[:, None] + torch.arange(size, device=device)]
-        return padded.unflatten(1, (before + count + behind, size))
+        return padded.unflatten(1, (count + 2 * margin, size))
 
     def join(projected: Tensor, near: Tensor) -> Tensor:
-        """The keys that each block may see, (b · count, h, k + 3 · size, d)."""
-        blocks = cut(near, 1, 1)
+        """The keys of each block, (b · count, h, k + 3 · size, d): projected, previous, own and next block."""
+        blocks = split(near, margin=1)
         everywhere = projected.transpose(1, 2)[:, None].expand(-1, count, -1, -1, -1)
-        seen = torch.cat([everywhere, blocks[:, :-2], blocks[:, 1:-1], blocks[:, 2:]], 2)
-        return seen.flatten(0, 1).transpose(1, 2)
+        keys = torch.cat([everywhere, blocks[:, :-2], blocks[:, 1:-1], blocks[:, 2:]], 2)
+        return keys.flatten(0, 1).transpose(1, 2)
 
-    visible = _visible(b, n, k, window, size, count, mask, lengths, device)
-    visible = visible.flatten(0, 1)  # (b · count, h or 1, size, k + 3 · size)
-    sees_something = visible.any(-1, keepdim=True)
-    # Whoever sees nothing looks at anything, since some kernels make NaN of it, and gets zeros afterwards.
-    queries = cut(query).flatten(0, 1).transpose(1, 2)
-    result, probs = attend(queries, join(key, near_key), join(value, near_value), visible | ~sees_something)
-    result = torch.where(sees_something.transpose(1, 2), result, 0).unflatten(0, (b, count)).flatten(1, 2)
-    result = result.index_select(1, torch.arange(n, device=device)) if exporting else result[:, :n]
+    visible = _visible(query, key, window, size, count, mask, lengths)  # (b · count, h or 1, size, k + 3 · size)
+    sees_any = visible.any(-1, keepdim=True)
+    queries = split(query).flatten(0, 1).transpose(1, 2)
+    # A query without visible keys attends to all of them, since some kernels return NaN otherwise; then it gets zeros.
+    output, probs = attend(queries, join(key, near_key), join(value, near_value), visible | ~sees_any)
+    output = torch.where(sees_any.transpose(1, 2), output, 0).unflatten(0, (b, count)).flatten(1, 2)
+    output = output.index_select(1, torch.arange(n, device=device)) if exporting else output[:, :n]
     if probs is None:
-        return result, None
-    probs = torch.where(sees_something, probs, 0).unflatten(0, (b, count)).transpose(1, 2)  # (b, h, count, size, ...)
-    # Query i of a block has the key o positions away in column size + i + o, the block before its own being the first.
-    places = torch.arange(size, device=device)[:, None] + torch.arange(size - window, size + window + 1, device=device)
-    near = probs[..., k:].gather(-1, places.expand(b, h, count, -1, -1))
-    return result, torch.cat([probs[..., :k], near], -1).flatten(2, 3)[:, :, :n]
+        return output, None
+    probs = torch.where(sees_any, probs, 0).unflatten(0, (b, count)).transpose(1, 2)  # (b, h, count, size, ...)
+    # The key at offset o from query i of a block is in column size + i + o, because the previous block comes first.
+    columns = torch.arange(size, device=device)[:, None] + torch.arange(size - window, size + window + 1, device=device)
+    near = probs[..., k:].gather(-1, columns.expand(b, h, count, -1, -1))
+    return output, torch.cat([probs[..., :k], near], -1).flatten(2, 3)[:, :, :n]
 
 
 def _visible(
-    b: int,
-    n: int,
-    k: int,
-    window: int,
-    size: int,
-    count: int,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    device: torch.device,
+    query: Tensor, key: Tensor, window: int, size: int, count: int, mask: Tensor | None, lengths: Tensor | None
 ) -> Tensor:
-    """Which projected keys and which keys of the blocks around it each query sees, (b, count, h, size, …)."""
+    """The mask of each block: projected keys, then exact keys of the previous, own and next block."""
+    (b, _, n, _), k, device = query.shape, key.shape[2], query.device
     columns = torch.arange(-size, 2 * size, device=device)
-    is_near = (torch.arange(size, device=device)[:, None] - columns).abs() <= window
-    places = size * torch.arange(count, device=device)[:, None] + columns
-    is_there = (places >= 0) & (places < (n if lengths is None else lengths[:, None, None]))  # (count, ...) or (b, ...)
-    near = (is_near & is_there[..., None, :]).expand(b, count, size, -1)[:, :, None]
+    in_window = (torch.arange(size, device=device)[:, None] - columns).abs() <= window
+    positions = size * torch.arange(count, device=device)[:, None] + columns
+    end = n if lengths is None else lengths[:, None, None]
+    exists = (positions >= 0) & (positions < end)  # ([b,] count, 3 · size)
+    near = (in_window & exists[..., None, :]).expand(b, count, size, -1)[:, :, None]
     slots = torch.ones(1, 1, 1, k, dtype=torch.bool, device=device) if mask is None else mask
-    heads = slots.shape[1]
-    return torch.cat([slots[:, None].expand(b, count, heads, size, -1), near.expand(b, count, heads, size, -1)], -1)
+    shape = (b, count, slots.shape[1], size, -1)
+    return torch.cat([slots[:, None].expand(shape), near.expand(shape)], -1).flatten(0, 1)

@@ -1,1 +1,1 @@
-"""From raw text to a fine-tuned model: corpora, recipes, pretraining, fine-tuning, checkpoints that lose nothing."""
+"""From raw text to a trained model: prepare a corpus, pretrain, fine-tune, predict."""

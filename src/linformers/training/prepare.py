@@ -1,47 +1,39 @@
-"""Raw text to a corpus: files and datasets of the hub become documents, documents batches, batches tokens on disk."""
+"""Turn raw text into a corpus: train a tokenizer, encode all documents, write shards of tokens."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.progress import DownloadColumn, TextColumn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..checks import check_size, make_folder
 from ..errors import UserError
 from ..progress import progress
-from . import sources as files
-from .checkpointing import locked
-from .corpus import (
-    FORMAT,
-    MANIFEST,
-    TOKENIZER,
-    Manifest,
-    ShardWriter,
-    clear_unfinished,
-    token_dtype,
-    tokenizer_hash,
-    write_manifest,
-)
-from .tokenizer import Batch, encode_all, load_tokenizer, train_tokenizer
+from . import data
+from .checkpoints import locked, write_bytes, write_text
+from .corpus import FORMAT, MANIFEST, TOKENIZER, tokenizer_hash
 
+# What the models take. BERT's tokenizers would also return token types.
+MODEL_INPUTS = ["input_ids", "attention_mask"]
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+OUR_FILES = re.compile(r"(train|validation)-\d{5,}\.bin|\.((train|validation)-\d{5,}\.bin|manifest\.json)\.unfinished")
 BATCH_CHARACTERS = 2**20
-# A tokenizer's pre-tokens end where white space begins, so a cut there changes no token.
-PIECE = re.compile(r"(?s).{1,99999}\S(?=[ \n]|\Z)|.{1,100000}")
-# What a tokenizer learns from at most: where documents are long, their number alone bounds nothing.
-TOKENIZER_CHARACTERS = 2**28
-RATE = TextColumn("{task.fields[rate]}")
-SMALL = 2**25  # bytes for which starting processes does not pay: the tokenizers library has threads of its own
-# Tokens of the validation set below which a perplexity is mostly chance.
-FEW = 10_000
+TOKENIZER_CHARACTERS = 2**28  # the most text that a tokenizer is trained on
+MAX_UINT16_VOCABULARY = 2**16
+MIN_VALIDATION_TOKENS = 10_000  # perplexity on fewer tokens is mostly noise
 
 
 def prepare(
@@ -57,245 +49,266 @@ def prepare(
     shard_tokens: int = 2**24,
     workers: int | None = None,
     console: Console,
-) -> Manifest:
-    """Write the text of `sources` to `out` as tokens, each document followed by the end-of-sequence token.
+) -> dict[str, Any]:
+    """Write the text of `sources` to `out` as tokens, with an end-of-sequence token after each document.
 
-    The result depends on the text alone, not on the number of workers. The worker processes import the script that
-    calls this function, so a script needs Python's `if __name__ == "__main__":`.
+    The result does not depend on the number of workers.
 
     Args:
-        sources: files, folders, or names of datasets on the hub (`name` or `name:config`, of which `train` is read).
-        out: the folder to write to, in which there is no corpus yet.
-        vocab_size: the most tokens that a tokenizer trained on `sources` may have.
-        tokenizer: the folder or hub name of a tokenizer to take instead of training one.
-        validation: as `sources` (of hub datasets `validation` is read); its files are left out of `sources`.
-        validation_share: where `validation` is not given, the share of documents held out, chosen by their hash.
-        text_column: the column of a table that holds the text.
-        tokenizer_documents: how many documents the tokenizer learns from, the same number from each file.
-        shard_tokens: the most tokens in a file.
-        workers: processes that encode, by default one for each core; 1, and by default where there is little to encode,
-            encodes in this process.
+        sources: files, folders, or names of datasets on the hub (`name` or `name:config`; the split `train` is read).
+        out: the folder to write to.
+        vocab_size: the largest vocabulary of a tokenizer trained on `sources`.
+        tokenizer: folder or hub name of a tokenizer to use instead of training one.
+        validation: like `sources`, for the validation set; these files are excluded from `sources`.
+        validation_share: without `validation`, the share of documents to hold out, selected by their hash.
+        text_column: the column of tables that contains the text.
+        tokenizer_documents: the number of documents to train the tokenizer on, the same number from each file.
+        shard_tokens: the largest number of tokens in a file.
+        workers: threads that encode; by default one for each core.
+        console: shows progress and the result.
+
+    Returns:
+        The manifest of the corpus.
     """
     check_size("tokenizer_documents", tokenizer_documents)
     check_size("shard_tokens", shard_tokens)
-    if workers is not None:
-        check_size("workers", workers)
+    workers = workers if workers is not None else os.cpu_count() or 1
+    check_size("workers", workers)
     if not validation and not 0 < validation_share < 1:
-        raise UserError(
-            f"validation_share={validation_share} must lie between 0 and 1; or name files to hold out with --validation"
-        )
-    held_out = [_Source(name, "validation") for name in _find(validation)]
-    training = _without(held_out, [_Source(name, "train") for name in _find(sources)], console)
-    if not training:
-        raise UserError(f"sources={list(sources)} leave nothing to train on; name files, folders or hub datasets")
-    _refuse_corpus(out)
-    share = 0.0 if held_out else validation_share
-    # All of the training text comes first: nobody should wait for it to hear this.
-    if held_out and not any(next(source.texts(text_column), "") for source in held_out):
-        raise UserError("the validation sources hold no text")
-    if share:
-        _refuse_no_validation(training, text_column, share)
-    everything = training + held_out
-    # The hub does not say how much will come.
-    size = sum(s.size for s in everything) if all(isinstance(s.name, Path) for s in everything) else None
-    if workers is None:
-        workers = 1 if size is not None and size < SMALL else os.cpu_count() or 1
-    taken = None if tokenizer is None else load_tokenizer(tokenizer)
+        raise UserError(f"validation_share={validation_share} must be above 0 and below 1, or use --validation FILE")
+    all_sources = _find_sources(sources, validation, console)
+    share = 0.0 if validation else validation_share
+    own = None if tokenizer is None else load_tokenizer(tokenizer)
 
     make_folder("out", out)
     with locked(out):
-        _refuse_corpus(out)  # one that another process has made meanwhile
-        clear_unfinished(out)
-        if taken is None:
-            with progress(console, None, RATE) as bars:
-                task = bars.add_task("tokenizer", total=tokenizer_documents, rate="documents")
-                sample = _sample(training, text_column, share, tokenizer_documents, lambda: bars.advance(task))
-                taken = train_tokenizer(sample, vocab_size)
+        if (out / MANIFEST).exists():
+            raise UserError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+        for path in out.iterdir():
+            if OUR_FILES.fullmatch(path.name):  # left by a killed run
+                path.unlink()
+        if own is None:
+            with progress(console) as bars:
+                task = bars.add_task("tokenizer", total=tokenizer_documents)
+                own = train_tokenizer(
+                    _sample(all_sources, text_column, share, tokenizer_documents, lambda: bars.advance(task)),
+                    vocab_size,
+                )
                 bars.update(task, total=bars.tasks[task].completed)
-        taken.save_pretrained(out / TOKENIZER)
-        vocabulary = max(taken.get_vocab().values()) + 1
-        dtype = token_dtype(vocabulary)
-
+        own.save_pretrained(out / TOKENIZER)
+        vocabulary = max(own.get_vocab().values()) + 1
+        dtype = np.dtype("uint16" if vocabulary <= MAX_UINT16_VOCABULARY else "uint32").newbyteorder("<")
         began = time.perf_counter()
-        with ExitStack() as stack:
-            writers = {
-                s: stack.enter_context(ShardWriter(out, s, dtype, shard_tokens)) for s in ("train", "validation")
-            }
-            bars = stack.enter_context(progress(console, DownloadColumn(), RATE))
-            task = bars.add_task("tokens", total=size, rate="")
-            documents = _documents(everything, text_column, share, lambda done: bars.update(task, completed=done))
-            setting = (str(out / TOKENIZER / "tokenizer.json"), int(taken.eos_token_id), dtype)
-            encoded = stack.enter_context(closing(encode_all(_batches(documents), setting, workers)))
-            for batch, ids in encoded:
-                writers[batch.split].write(ids, documents=sum(batch.ends))
-                tokens = sum(writer.summary["tokens"] for writer in writers.values())
-                rate = tokens / (time.perf_counter() - began)
-                bars.update(task, rate=f"{rate:,.0f} tokens a second")
-        splits = {name: writer.summary for name, writer in writers.items()}
-        if splits["train"]["documents"] == 0:
-            cause = (
-                f"validation_share={share} leaves none; name files to hold out with --validation instead"
-                if share
-                else "the sources hold none"
-            )
-            raise UserError(f"there is no text to train on: {cause}")
-        manifest: Manifest = {
+        with progress(console) as bars:
+            task = bars.add_task("files", total=len(all_sources))
+            documents = _documents(all_sources, text_column, share, lambda: bars.advance(task))
+            tokens = encode(documents, out / TOKENIZER / "tokenizer.json", own.eos_token_id, dtype, workers)
+            splits = _write_shards(tokens, out, shard_tokens)
+        for empty in (name for name, split in splits.items() if not split["documents"]):
+            cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
+            raise UserError(f"there are no documents for {empty}: {cause}")
+        manifest = {
             "format": FORMAT,
             "dtype": dtype.name,
             "vocab_size": vocabulary,
             "tokenizer": tokenizer_hash(out / TOKENIZER),
-            "eos_token_id": int(taken.eos_token_id),
+            "eos_token_id": own.eos_token_id,
             "sources": list(sources),
             "validation_sources": list(validation),
             "splits": splits,
         }
-        write_manifest(out, manifest)
+        write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last, since it makes the folder a corpus
+
     for name, split in splits.items():
-        counts = f"{split['documents']:,} documents, {split['tokens']:,} tokens, {len(split['shards']):,} shards"
-        console.print(f"{name}: {counts}", highlight=False)
-    if splits["validation"]["tokens"] < FEW:
-        console.print(
-            f"{splits['validation']['tokens']:,} tokens are too few for a perplexity that means much: name files with "
-            "--validation, or a larger --validation-share",
-            style="yellow",
-            highlight=False,
+        console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
+    if splits["validation"]["tokens"] < MIN_VALIDATION_TOKENS:
+        few = (
+            "The validation set is small, so perplexity will be noisy: use --validation or a larger --validation-share"
         )
-    console.print(f"The vocabulary has {vocabulary:,} tokens", highlight=False)
-    console.print(f"Written to {out} at {rate:,.0f} tokens a second", highlight=False, markup=False)
+        console.print(few, style="yellow", highlight=False)
+    rate = sum(split["tokens"] for split in splits.values()) / (time.perf_counter() - began)
+    summary = f"Written to {out}: a vocabulary of {vocabulary:,} tokens; {rate:,.0f} tokens per second"
+    console.print(summary, highlight=False, markup=False)
     return manifest
 
 
-def _refuse_corpus(out: Path) -> None:
-    if (out / MANIFEST).exists():
-        raise UserError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+# Sources and splits.
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A file, or a dataset on the hub, whose documents belong to a split."""
 
     name: Path | str
     split: str
 
-    @property
-    def size(self) -> int:
-        return self.name.stat().st_size if isinstance(self.name, Path) else 0
-
-    def texts(self, text_column: str, on_read: files.OnRead | None = None) -> Iterator[str]:
+    def texts(self, text_column: str) -> Iterator[str]:
         if isinstance(self.name, Path):
-            found = files.documents(self.name, text_column, on_read)
-        else:
-            found = _hub_documents(self.name, self.split, text_column)
-        yield from found
+            yield from data.documents(self.name, text_column)
+            return
+        path, _, config = self.name.partition(":")
+        for row in data.hub_rows(path, config or None, self.split):
+            data.check_columns(repr(self.name), [text_column], row)
+            if str(row[text_column] or "").strip():
+                yield str(row[text_column])
+
+    def split_of(self, text: str, validation_share: float) -> str:
+        """The split of a document, from its hash: equal documents stay together, and adding others moves none."""
+        place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+        return "validation" if place < validation_share else self.split
 
 
-def _find(names: Sequence[str]) -> list[Path | str]:
-    """Files, those of folders, and the names of hub datasets."""
-    found: list[Path | str] = []
-    for name in names:
-        known = files.kind(Path(name)) in files.TABLES + files.TEXTS
-        if known or Path(name).exists() or not HUB_NAME.fullmatch(name):
-            found += files.find_files([name])
-        else:
-            found.append(name)
-    return found
+def _find_sources(training: Sequence[str], validation: Sequence[str], console: Console) -> list[Source]:
+    """All sources, first those for validation: what is wrong with them shows early."""
 
+    def find(names: Sequence[str]) -> Iterator[Path | str]:
+        for name in names:
+            is_file = data.file_type(Path(name)) in data.TABLES + data.TEXTS or Path(name).exists()
+            yield from data.find_files([name]) if is_file or not HUB_NAME.fullmatch(name) else [name]
 
-def _without(held_out: list[_Source], training: list[_Source], console: Console) -> list[_Source]:
-    """The sources of training that are not those of validation, as where a folder holds both."""
-    known = {source.name.resolve() for source in held_out if isinstance(source.name, Path)}
-    kept = [source for source in training if isinstance(source.name, str) or source.name.resolve() not in known]
-    if len(kept) < len(training):
-        console.print(f"{len(training) - len(kept)} of the files are for validation and not trained on")
-    return kept
-
-
-def _hub_documents(name: str, split: str, text_column: str) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"source {name!r} is no file or folder; as a hub name it needs the package datasets: "
-            "pip install 'linformers[hub]'"
-        ) from None
-    path, _, config = name.partition(":")
-    try:
-        rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"source {name!r} is no file or folder, and on the hub: {reason}") from None
-    for row in rows:
-        if text_column not in row:
-            columns = ", ".join(map(repr, row))
-            raise UserError(f"dataset {name!r} has no column {text_column!r}; its columns are {columns}")
-        if row[text_column] is not None and str(row[text_column]).strip():
-            yield str(row[text_column])
-
-
-def _split_of(source: _Source, text: str, share: float) -> str:
-    """Where a document belongs: by its hash, so that equal documents go together and none moves when others come."""
-    place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-    return "validation" if place < share else source.split
+    held_out, found = list(find(validation)), list(find(training))
+    known = {name.resolve() for name in held_out if isinstance(name, Path)}
+    kept = [name for name in found if isinstance(name, str) or name.resolve() not in known]
+    if len(kept) < len(found):
+        console.print(f"{len(found) - len(kept)} of the files are for validation and not trained on")
+    if not kept:
+        raise UserError(f"sources={list(training)} leave nothing to train on; name files, folders or hub datasets")
+    return [*(Source(name, "validation") for name in held_out), *(Source(name, "train") for name in kept)]
 
 
 def _sample(
-    training: list[_Source], text_column: str, share: float, documents: int, on_document: Callable[[], None]
+    sources: list[Source], text_column: str, share: float, documents: int, on_document: Callable[[], None]
 ) -> Iterator[str]:
-    """What a tokenizer learns from: the first documents of each file, as many from each."""
+    """The text to train a tokenizer on: the first documents of each file, the same number from each."""
+    training = [source for source in sources if source.split == "train"]
     for number, source in enumerate(training):
-        # Rounded so that the shares of all files add up, also where there are more files than documents.
-        most = documents * (number + 1) // len(training) - documents * number // len(training)
+        # Rounded so that the numbers add up to `documents`.
+        left = documents * (number + 1) // len(training) - documents * number // len(training)
         characters = TOKENIZER_CHARACTERS // len(training)
-        for text in source.texts(text_column) if most else ():
-            if _split_of(source, text, share) == "train":
-                yield from (match[0] for match in PIECE.finditer(text[:characters]))
+        for text in source.texts(text_column) if left else ():
+            if source.split_of(text, share) == "train":
+                yield text[:characters]
                 on_document()
-                most -= 1
+                left -= 1
                 characters -= len(text)
-            if most == 0 or characters <= 0:
+            if left == 0 or characters <= 0:
                 break
 
 
 def _documents(
-    all_sources: list[_Source], text_column: str, share: float, on_read: files.OnRead
+    sources: list[Source], text_column: str, share: float, on_file: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
-    """All documents in order, each with the split it belongs to."""
-    before = 0
-
-    def report(position: int) -> None:
-        on_read(before + position)
-
-    for source in all_sources:
-        for text in source.texts(text_column, report):
-            yield _split_of(source, text, share), text
-        before += source.size
-
-
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
-    """Documents as work of equal size: long ones in pieces, short ones together, the order of a split kept."""
-    waiting: dict[str, Batch] = {}
-    for split, text in documents:
-        for piece in PIECE.finditer(text):
-            batch = waiting.setdefault(split, Batch(split))
-            batch.texts.append(piece[0])
-            batch.ends.append(piece.end() == len(text))
-            batch.characters += len(piece[0])
-            if batch.characters >= BATCH_CHARACTERS:
-                yield waiting.pop(split)
-    yield from waiting.values()
-
-
-def _refuse_no_validation(training: list[_Source], text_column: str, share: float) -> None:
-    """See that a document falls into the validation set; where there are enough of them, one of the first does."""
-    documents = 0
-    for source in training:
+    """The split and the text of all documents, in order."""
+    for source in sources:
         for text in source.texts(text_column):
-            documents += 1
-            if _split_of(source, text, share) == "validation":
-                return
-    if documents == 0:
-        raise UserError("there is no text to train on: the sources hold none")
-    raise UserError(
-        f"validation_share={share} of {documents} documents, chosen by their hash, is none; "
-        "name files to hold out with --validation, or choose a larger share"
+            yield source.split_of(text, share), text
+        on_file()
+
+
+# Tokenizers.
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer (Sennrich et al., 2016; Radford et al., 2019) with RoBERTa's special tokens."""
+    mask = AddedToken("<mask>", lstrip=True, normalized=False, special=True)
+    special = ["<s>", "<pad>", "</s>", "<unk>", mask]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < (least := len(alphabet) + len(special)):
+        raise UserError(f"vocab_size={vocab_size} must be at least {least}, for the bytes and the special tokens")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), trim_offsets=True, add_prefix_space=False
+    )
+    names = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": mask}
+    tokens = {f"{name}_token": token for name, token in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, model_input_names=MODEL_INPUTS, **tokens)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from a folder or the hub, and check that it has the special tokens that pretraining needs."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=MODEL_INPUTS)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None
+    if not tokenizer.is_fast:
+        raise UserError(f"tokenizer={name!r} has no tokenizer.json: only fast tokenizers work")
+    if tokenizer.eos_token is None and tokenizer.sep_token is not None:  # as in BERT
+        tokenizer.eos_token = tokenizer.sep_token
+    for kind in ("pad", "eos", "mask"):
+        if getattr(tokenizer, f"{kind}_token_id") is None:
+            raise UserError(f"tokenizer={name!r} has no {kind} token; it needs pad, eos and mask tokens")
+    return tokenizer
+
+
+# Documents to tokens, tokens to shards.
+
+
+def encode(
+    documents: Iterator[tuple[str, str]], tokenizer_file: Path, eos_token_id: int, dtype: np.dtype, workers: int
+) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """Batches with the split and the tokens of each document, in order; an end-of-sequence token ends a document."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True  # "<mask>" in a text is six characters, not the mask token
+
+    def encode_batch(batch: list[tuple[str, str]]) -> list[tuple[str, np.ndarray]]:
+        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        ids = (np.array([*encoding.ids, eos_token_id], dtype) for encoding in encodings)
+        return [(split, own) for (split, _), own in zip(batch, ids, strict=True)]
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads below suffice
+    batches = _batches(documents)
+    with ThreadPoolExecutor(workers) as pool:
+        while group := list(islice(batches, 2 * workers)):  # bounds the memory
+            yield from pool.map(encode_batch, group)
+
+
+def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Batches of about `BATCH_CHARACTERS` characters."""
+    batch, characters = [], 0
+    for split, text in documents:
+        batch.append((split, text))
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write_shards(
+    batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int
+) -> dict[str, dict[str, Any]]:
+    """Write documents to shards of at most `shard_tokens` tokens; returns the splits of the manifest."""
+    splits: dict[str, dict[str, Any]] = {
+        name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")
+    }
+    buffers: dict[str, list[np.ndarray]] = {name: [] for name in splits}
+
+    def write_shard(split: str) -> None:
+        ids, rest = np.split(np.concatenate(buffers[split]), [shard_tokens])
+        buffers[split] = [rest] if len(rest) else []
+        shards = splits[split]["shards"]
+        name, content = f"{split}-{len(shards):05d}.bin", ids.tobytes()
+        write_bytes(out / name, content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        shards.append({"file": name, "tokens": len(ids), "bytes": len(content), "sha256": sha256})
+
+    for split, ids in chain.from_iterable(batches):
+        splits[split]["documents"] += 1
+        splits[split]["tokens"] += len(ids)
+        buffers[split].append(ids)
+        while splits[split]["tokens"] - shard_tokens * len(splits[split]["shards"]) >= shard_tokens:
+            write_shard(split)
+    for split in splits:
+        if buffers[split]:
+            write_shard(split)
+    return splits

@@ -1,108 +1,72 @@
-"""Recipes: everything that decides a pretraining run, read from YAML and checked before anything is written."""
+"""Recipes: everything that determines a pretraining run, read from YAML and checked before anything is written."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..checks import (
-    check_choice,
-    check_positive,
-    check_probability,
-    check_size,
-    did_you_mean,
-    is_number,
-    nearest_name,
-)
-from ..config import LinformerConfig
+from .. import LinformerConfig
+from ..checks import check_choice, check_positive, check_probability, check_size, did_you_mean, is_number, nearest_name
 from ..errors import UserError
 
 PRECISIONS = ("auto", "bf16", "float32")
-SCHEDULES = ("linear", "cosine", "constant")
 COMPILE = ("auto", "yes", "no")
 
-# Fields that change how a run is carried out, not what it computes: they may differ when it is resumed.
+# Fields that do not change what a run computes: they may differ when it resumes.
 FREE = ("data", "out", "rows_at_once", "log_every", "save_every", "keep", "workers", "compile", "shard")
 
-# Fields of the model that the corpus decides.
+# Fields of the model that follow from the corpus.
 FROM_CORPUS = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pretraining run.
+    """A pretraining run; `read` reads it from a YAML file with these keys."""
 
-    Args:
-        data: the folder that `linformers prepare` made.
-        out: the folder of the run: checkpoints, metrics, and the model at the end.
-        model: fields of `LinformerConfig`; the vocabulary is the corpus's.
-        start: the folder of a model to train on instead of a new one, with the tokenizer of the corpus. It may differ
-            from `model` in its projection: what does not fit starts anew.
-        steps: updates of the weights.
-        batch_size: rows in an update, over all processes.
-        rows_at_once: rows in one pass of one process; gradients of the others are accumulated. 0 means as many as
-            the batch has for each process.
-        learning_rate: its peak.
-        schedule: how the rate falls after `warmup_steps`: `"linear"` or `"cosine"` to 0, or `"constant"`.
-        adam_beta1, adam_beta2, adam_epsilon, weight_decay: AdamW's; biases, norms and E do not decay.
-        max_grad_norm: gradients are clipped at this norm.
-        mask_share: the share of tokens to be predicted.
-        short_rows: the share of rows that are cut to a random length, so that short inputs are known afterwards.
-        eval_every, eval_rows: steps between validations, and the rows of each.
-        save_every, keep: steps between checkpoints, and how many of them are kept.
-        log_every: steps between entries of the log.
-        precision: `"bf16"`, `"float32"`, or `"auto"`: bf16 where the hardware has it.
-        compile: `"yes"`, `"no"`, or `"auto"`: on a GPU.
-        deterministic: repeat a run bit for bit on a GPU, too, where atomic additions otherwise change the last bits;
-            costs time.
-        gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
-        shard: spread weights and optimiser over the processes (FSDP) instead of copying them to each (DDP).
-        workers: processes that read and mask rows ahead, for each training process.
-        seed: of initial weights, rows, masks and dropout.
-    """
-
-    data: str
-    out: str
-    steps: int
-    model: dict[str, Any] = field(default_factory=dict)
-    start: str | None = None
-    batch_size: int = 64
-    rows_at_once: int = 0
-    learning_rate: float = 1e-3
+    data: str  # folder of the corpus, written by `linformers prepare`
+    out: str  # folder of the run: checkpoints, metrics, and the model at the end
+    steps: int  # updates of the weights
+    model: dict[str, Any] = field(default_factory=dict)  # fields of LinformerConfig, except for the vocabulary
+    start: str | None = None  # folder of a pretrained model to start from; its projection may differ from `model`
+    batch_size: int = 64  # rows per update, over all processes
+    rows_at_once: int = 0  # rows per pass of a process, with gradient accumulation; 0: its share of the batch
+    learning_rate: float = 1e-3  # peak learning rate
     warmup_steps: int = 0
-    schedule: str = "linear"
+    schedule: str = "linear"  # decay of the learning rate to 0: "linear" or "cosine"; or "constant"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-6
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01  # not for biases, norms and E
     max_grad_norm: float = 1.0
-    mask_share: float = 0.15
-    short_rows: float = 0.0
-    eval_every: int = 500
-    eval_rows: int = 1024
-    save_every: int = 500
-    keep: int = 2
-    log_every: int = 50
-    precision: str = "auto"
-    compile: str = "auto"
-    deterministic: bool = False
-    gradient_checkpointing: bool = False
-    shard: bool = False
-    workers: int = 2
-    seed: int = 0
+    mask_share: float = 0.15  # share of tokens to predict
+    short_rows: float = 0.0  # share of rows cut to a random length, so that the model knows short inputs
+    eval_every: int = 500  # steps between validations
+    eval_rows: int = 1024  # rows of the validation set to use
+    save_every: int = 500  # steps between checkpoints
+    keep: int = 2  # number of checkpoints to keep
+    log_every: int = 50  # steps between log entries
+    precision: str = "auto"  # "bf16", "float32", or "auto": bf16 if the GPU supports it
+    compile: str = "auto"  # "yes", "no", or "auto": on a GPU
+    deterministic: bool = False  # bit-exact repetition on a GPU as well, at a cost in speed
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    shard: bool = False  # shard weights and optimizer over processes (FSDP) instead of replicating them (DDP)
+    workers: int = 2  # data loading processes per training process
+    seed: int = 0  # of initial weights, rows, masks and dropout
 
     def __post_init__(self) -> None:
         for name in ("data", "out"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise UserError(f"{name}={getattr(self, name)!r} must be the name of a folder")
+                raise UserError(f"{name}={getattr(self, name)!r} must be a folder")
         if not isinstance(self.start, str | None) or self.start == "":
-            raise UserError(f"start={self.start!r} must be the folder of a model, or null for a new one")
+            raise UserError(f"start={self.start!r} must be the folder of a model, or null")
         for name in ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"):
             check_size(name, getattr(self, name))
         for name in ("warmup_steps", "workers", "rows_at_once", "seed"):
@@ -116,22 +80,18 @@ class Recipe:
         for name in ("deterministic", "gradient_checkpointing", "shard"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be true or false")
-        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("compile", self.compile, COMPILE)
-        if not isinstance(self.model, Mapping):
-            raise UserError(
-                f"model={self.model!r} must be fields of LinformerConfig, such as model.projected_length=128"
-            )
-        fields = [f.name for f in dataclasses.fields(LinformerConfig)]
-        for name in self.model:
+        fields = [f"model.{f.name}" for f in dataclasses.fields(LinformerConfig)]
+        for name in _model_fields(self.model):
             if name in FROM_CORPUS:
-                raise UserError(f"model.{name} is not for a recipe to choose: the corpus has a vocabulary")
-            _check_name(f"model.{name}", [f"model.{own}" for own in fields])
-        self.config(vocab_size=50_000)
+                raise UserError(f"model.{name} cannot be set in a recipe: it follows from the corpus")
+            _check_key(f"model.{name}", fields)
+        self.config(vocab_size=50_000)  # checks the values
 
     def config(self, **vocabulary: Any) -> LinformerConfig:
-        """The model's config for a vocabulary."""
+        """The configuration of the model for a vocabulary."""
         return LinformerConfig(**{"sparse_prediction": True, **self.model, **vocabulary})
 
     @property
@@ -142,118 +102,143 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def accumulation(self, processes: int) -> int:
-        """Passes of each of `processes` processes in an update."""
-        at_once = self.rows_per_pass(processes)
-        if self.batch_size % (at_once * processes):
-            each = (
-                f"rows_at_once={at_once} times {processes} processes" if self.rows_at_once else f"{processes} processes"
-            )
-            raise UserError(f"batch_size={self.batch_size} is not a multiple of {each}")
-        return self.batch_size // (at_once * processes)
-
     def rows_per_pass(self, processes: int) -> int:
         return self.rows_at_once or max(1, self.batch_size // processes)
 
+    def accumulation_steps(self, processes: int) -> int:
+        """Passes of each process per update."""
+        rows = self.rows_per_pass(processes) * processes
+        if self.batch_size % rows:
+            at_once = f"rows_at_once={self.rows_at_once} times " if self.rows_at_once else ""
+            raise UserError(f"batch_size={self.batch_size} is not a multiple of {at_once}{processes} processes")
+        return self.batch_size // rows
+
 
 def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with `changes` such as `steps=100` or `model.projection=identity`."""
-    values = _load(path)
+    """Read a recipe from a YAML file, with changes such as `steps=100` or `model.projection=identity`.
+
+    A file may name another recipe as its `base`. A file with a table of `variants` needs the change `variant=NAME`:
+    the table's entries override keys of the file, and so do changes. In `out`, `{variant}` stands for the name.
+    """
+    values, variants = _load(path)
+    overrides: dict[str, Any] = {}
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals:
             raise UserError(f"{change!r} is not of the form key=value, such as steps=100")
         try:
-            value = _numbers(yaml.safe_load(text))
+            value = yaml.load(text, _Loader)
         except yaml.YAMLError:
             raise UserError(f"{change!r}: the value is not YAML") from None
         section, _, key = name.partition(".")
         if key:
-            _check_name(section, ["model"])
-            values["model"] = {**_fields(values), key: value}
-        else:
-            values[name] = value
-    return make(values, str(path))
-
-
-def make(values: Mapping[str, Any], where: str) -> Recipe:
-    names = [f.name for f in dataclasses.fields(Recipe)]
-    for name in values:
-        _check_name(str(name), names)
-    if isinstance(values.get("compile"), bool):  # YAML takes yes and no for truth
-        values = {**values, "compile": "yes" if values["compile"] else "no"}
+            _check_key(section, ["model"])
+        overrides = _merge(overrides, {"model": {key: value}} if key else {name: value})
+    variant = overrides.pop("variant", None)
+    if variants or variant is not None:
+        _check_variant(path, variant, variants)
+        values = _merge(values, variants[variant])
+        values["out"] = str(values.get("out")).replace("{variant}", variant)
+    values = _merge(values, overrides)
+    values["model"] = _model_fields(values.get("model"))
     for f in dataclasses.fields(Recipe):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values:
-            raise UserError(f"{where} has no {f.name!r}; add it, or pass {f.name}=…")
+            raise UserError(f"{path} has no {f.name!r}; add it, or pass {f.name}=…")
+    for name in values:
+        _check_key(str(name), [f.name for f in dataclasses.fields(Recipe)])
+    if isinstance(values.get("compile"), bool):  # YAML reads yes and no as booleans
+        values["compile"] = "yes" if values["compile"] else "no"
     return Recipe(**values)
 
 
+def variant_names(path: Path) -> list[str]:
+    """The names of all variants of a recipe."""
+    return list(_load(path)[1])
+
+
 def differences(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
-    """What of a run's saved recipe a new one would change, among fields that change what is computed."""
-    new, old = _flat(recipe.to_dict()), _flat(saved)
+    """How a recipe differs from the saved recipe of a run, in fields that change what is computed."""
+
+    def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {**values, "model": None, **{f"model.{name}": value for name, value in values["model"].items()}}
+
+    new, old = flat(recipe.to_dict()), flat(saved)
     return [
-        f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+        f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
         for name in dict.fromkeys([*new, *old])
         if name not in FREE and old.get(name) != new.get(name)
     ]
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's fields beside the others."""
-    rest = {name: value for name, value in values.items() if name != "model"}
-    return {**rest, **{f"model.{name}": value for name, value in values["model"].items()}}
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, which YAML 1.1 reads as text."""
 
 
-def _load(path: Path, depth: int = 0) -> dict[str, Any]:
-    """The values of a file over those of the one that it names as its `base`."""
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The values of a file over those of its `base`, and its variants."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise UserError(f"recipe {str(path)!r} does not exist") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text in UTF-8") from None
-    except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise UserError(f"{path} is not YAML: {error.problem}{where}") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise UserError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no recipe: expected keys and values")
-    values = _numbers(values)
+        raise UserError(f"{path} is not a recipe: expected keys and values")
+    variants = _expand(path, values.pop("variants", None) or {})
     base = values.pop("base", None)
     if base is None:
-        return values
-    if not isinstance(base, str) or depth > 8:
-        raise UserError(f"{path} has base={base!r}, expected the name of another recipe")
-    if not (path.parent / base).exists():
-        raise UserError(f"{path} has base={base!r}, which does not exist beside it")
-    inherited = _load(path.parent / base, depth + 1)
-    return {**inherited, **values, "model": {**_fields(inherited), **_fields(values)}}
+        return values, variants
+    if not isinstance(base, str) or depth > 8 or not (path.parent / base).is_file():
+        raise UserError(f"{path} has base={base!r}, expected the name of another recipe in the same folder")
+    return _merge(_load(path.parent / base, depth + 1)[0], values), variants
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's, of which a recipe need not have any."""
-    fields = values.get("model") or {}
-    if not isinstance(fields, dict):
+def _expand(path: Path, variants: Any) -> dict[str, dict[str, Any]]:
+    """Variants by name. A list of tables is a grid: one entry of each, with names joined by hyphens."""
+    grid = variants if isinstance(variants, list) else [variants]
+    if not all(isinstance(axis, dict) and all(isinstance(own, dict) for own in axis.values()) for axis in grid):
+        raise UserError(f"{path} has variants={variants!r}, expected a table of names and changed keys")
+    expanded: dict[str, dict[str, Any]] = {}
+    for entries in itertools.product(*(axis.items() for axis in grid)):
+        merged: dict[str, Any] = {}
+        for _, own in entries:
+            merged = _merge(merged, own)
+        expanded["-".join(name for name, _ in entries)] = merged
+    return expanded
+
+
+def _check_variant(path: Path, variant: Any, variants: Mapping[str, Any]) -> None:
+    if not variants:
+        raise UserError(f"variant={variant!r}: {path} has no variants")
+    if variant is None:
+        raise UserError(f"{path} needs variant=NAME, one of {', '.join(variants)}")
+    if variant not in variants:
+        near = difflib.get_close_matches(str(variant), variants, n=5, cutoff=0.3) or list(variants)[:5]
+        raise UserError(f"variant={variant!r} is not in {path}; near names are {', '.join(near)}")
+
+
+def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` over `values`; the model's fields are merged one by one."""
+    merged = {**values, **changes}
+    if "model" in values and "model" in changes:
+        merged["model"] = {**_model_fields(values["model"]), **_model_fields(changes["model"])}
+    return merged
+
+
+def _model_fields(fields: Any) -> dict[str, Any]:
+    if not isinstance(fields or {}, dict):
         raise UserError(f"model={fields!r} must be fields of LinformerConfig, such as projected_length: 128")
-    return fields
+    return fields or {}
 
 
-def _numbers(value: Any) -> Any:
-    """YAML 1.1 takes 1e-3 for text; nobody else does."""
-    if isinstance(value, dict):
-        return {key: _numbers(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_numbers(part) for part in value]
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return value
-        return number if math.isfinite(number) and "e" in value.lower() else value
-    return value
-
-
-def _check_name(name: str, names: Sequence[str]) -> None:
+def _check_key(name: str, names: Iterable[str]) -> None:
+    names = list(names)
     if name not in names:
         raise UserError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")

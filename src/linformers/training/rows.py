@@ -1,54 +1,58 @@
-"""Masked-language modelling (Devlin et al., 2019): row g of a training run is a pure function of its seed and g."""
+"""Rows of training data: masked rows of a corpus, and labeled texts. Row g of a run depends on the seed and g alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
+from ..checks import check_size
 from ..errors import UserError
-from ..heads import IGNORED
 from .corpus import TokenStream
 
-# Rows whose random numbers come from one generator: drawing for many rows at once is several times as fast.
+IGNORED = -100  # the label of tokens that are not predicted
+# Rows that share a random generator: drawing for many rows at once is several times as fast.
 BLOCK = 16
+
+
+# Masked-language modeling.
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking needs to know of a tokenizer."""
+    """What masking needs to know about a tokenizer."""
 
     size: int
     mask: int
     pad: int
     special: tuple[int, ...]
 
-    @property
-    def ordinary(self) -> np.ndarray:
-        """All tokens that may stand in a text."""
-        return np.setdiff1d(np.arange(self.size), self.special)
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
+        return cls(size, tokenizer.mask_token_id, tokenizer.pad_token_id, tuple(tokenizer.all_special_ids))
 
 
 class MaskedRows(Dataset):
-    """Rows of `length` tokens of a corpus with 15% of them to be predicted: 80% masked, 10% replaced, 10% kept.
+    """Rows of a corpus with 15% of the tokens to predict: 80% masked, 10% replaced, 10% kept (Devlin et al., 2019).
 
-    An epoch is a random permutation of all rows, cut out of the corpus from a random token on. No state is kept from
-    row to row, so a run that is resumed, or spread over more processes, sees the rows that it would have seen.
+    An epoch is a random permutation of all rows, cut from a random offset of the corpus. There is no state, so a
+    resumed run, or one with another number of processes, sees the same rows.
 
     Args:
         stream: the tokens of the corpus.
-        vocabulary: the special tokens, and those that may replace others.
-        rows: how many rows there are.
-        length: tokens in a row.
-        seed: which run this is.
-        mask_share: the share of a row that is to be predicted.
-        short_rows: the share of rows that end at a random length, their rest being padding.
-        shuffle: whether rows come in random order; otherwise in that of the corpus.
+        vocabulary: the special tokens, and the tokens that may replace others.
+        rows: the number of rows.
+        length: n, the tokens in a row.
+        seed: the seed of the run.
+        mask_share: the share of tokens to predict.
+        short_rows: the share of rows that are padded from a random position on.
+        shuffle: whether rows are in random order instead of that of the corpus.
     """
 
     def __init__(
@@ -66,12 +70,12 @@ class MaskedRows(Dataset):
         self.stream, self.vocabulary = stream, vocabulary
         self.rows, self.length, self.seed = rows, length, seed
         self.mask_share, self.short_rows, self.shuffle = mask_share, short_rows, shuffle
-        # Shuffled rows leave room for starting anywhere in the first row.
+        # Shuffled rows start at a random token of the first row.
         self.rows_in_epoch = (len(stream) - (length if shuffle else 0)) // length
         if self.rows_in_epoch < 1:
             needed = 2 * length if shuffle else length
             raise UserError(f"the corpus has {len(stream)} tokens, but rows of {length} need at least {needed}")
-        self.ordinary = vocabulary.ordinary
+        self.ordinary = np.setdiff1d(np.arange(vocabulary.size), vocabulary.special)
         self._epoch: tuple[int, int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -81,7 +85,7 @@ class MaskedRows(Dataset):
         return {name: tensor[0] for name, tensor in self.__getitems__([number]).items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """The batch of these rows; `DataLoader` asks for whole batches where it can."""
+        """A batch of rows, each of shape (b, n); `DataLoader` calls this for whole batches."""
         tokens = np.stack([self._tokens(number) for number in numbers])  # (b, n)
         blocks = {block: self._draw(block) for block in {number // BLOCK for number in numbers}}
         draws = [blocks[number // BLOCK] for number in numbers]
@@ -89,9 +93,8 @@ class MaskedRows(Dataset):
             np.stack([draw[i][number % BLOCK] for draw, number in zip(draws, numbers, strict=True)]) for i in range(4)
         )
 
-        positions = np.arange(self.length)
-        real = positions < ends[:, None]
-        # Positions by random rank; those that may not be predicted come last.
+        real = np.arange(self.length) < ends[:, None]
+        # Each position gets a random rank; positions that cannot be predicted come last.
         eligible = real & ~np.isin(tokens, self.vocabulary.special)
         ranks = np.where(eligible, order, 2.0).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
         wanted = np.maximum(1, (self.mask_share * ends).astype(np.int64))
@@ -112,19 +115,17 @@ class MaskedRows(Dataset):
         return self.stream.read(start + int(order[place]) * self.length, self.length).astype(np.int64)
 
     def _order(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Where the first row of an epoch begins, and the order of its rows."""
+        """Where the first row of an epoch starts, and the order of its rows."""
         if self._epoch is None or self._epoch[0] != epoch:
+            start, order = 0, np.arange(self.rows_in_epoch)
             if self.shuffle:
                 random = self._generator(1, epoch)
-                start = int(random.integers(self.length))
-                order = random.permutation(self.rows_in_epoch)
-            else:
-                start, order = 0, np.arange(self.rows_in_epoch)
+                start, order = int(random.integers(self.length)), random.permutation(self.rows_in_epoch)
             self._epoch = (epoch, start, order)
         return self._epoch[1], self._epoch[2]
 
     def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The random numbers of a block: of its positions, their fates, the words to replace them, the rows' ends."""
+        """The random numbers of a block: ranks of positions, their fates, replacement tokens, lengths of rows."""
         random, shape = self._generator(2, block), (BLOCK, self.length)
         order = random.random(shape, dtype=np.float32)
         fate = random.random(shape, dtype=np.float32)
@@ -138,9 +139,106 @@ class MaskedRows(Dataset):
         return np.random.Generator(np.random.Philox(key=key))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_epoch": None}  # workers draw their own order rather than receive it
+        return {**self.__dict__, "_epoch": None}  # workers recompute the order instead of receiving it
 
 
-def as_it_is(batch: Any) -> Any:
-    """The collator of rows that come in batches already."""
+def already_batched(batch: Any) -> Any:
+    """The collator of `MaskedRows`, which returns batches."""
     return batch
+
+
+# Labeled texts.
+
+
+class Example(NamedTuple):
+    """A text, or a pair of texts, and its label."""
+
+    text: str
+    pair: str | None
+    label: int
+
+
+def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
+    """Rows with at most `max_length` `input_ids`, and `label`; the longer text of a pair is truncated first."""
+    check_size("max_length", max_length)
+    rows: list[dict[str, Any]] = []
+    for start in range(0, len(examples), 1000):
+        texts, pairs, labels = zip(*examples[start : start + 1000], strict=True)
+        second = None if pairs[0] is None else list(pairs)
+        if max_length <= (special := tokenizer.num_special_tokens_to_add(pair=second is not None)):
+            raise UserError(f"max_length={max_length} leaves no room for text besides {special} special tokens")
+        ids = tokenizer(list(texts), second, truncation="longest_first", max_length=max_length)["input_ids"]
+        rows += ({"input_ids": np.array(own), "label": label} for own, label in zip(ids, labels, strict=True))
+    return rows
+
+
+def longest_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows sorted by length: batches need little padding, and running out of memory happens at once."""
+    return sorted(rows, key=lambda row: -len(row["input_ids"]))
+
+
+def collate(
+    rows: Sequence[Mapping[str, Any]], pad_token_id: int, max_length: int, multiple_of: int = 8
+) -> dict[str, Tensor]:
+    """A batch as wide as its longest row, rounded up to a multiple of `multiple_of`, at most `max_length`."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    width = min(-(-max(lengths) // multiple_of) * multiple_of, max_length)
+    input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
+    for row, own in zip(rows, input_ids, strict=True):
+        own[: len(row["input_ids"])] = row["input_ids"]
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
+        "labels": torch.tensor([row["label"] for row in rows]),
+    }
+
+
+class EpochOrder(Dataset):
+    """Rows in a new order each epoch; item g depends on the seed and g alone, so that a run can resume at any g.
+
+    The rows of a batch have similar lengths, to save padding: groups of batches are sorted by length, and the batches
+    of a group are shuffled.
+
+    Args:
+        rows: the R rows; an epoch, the items g with the same g // R, contains each row once.
+        seed: the seed of the orders, below 2**64.
+        total_rows: the number of items.
+        batch_size: rows in a batch.
+    """
+
+    max_group = 16  # batches; and at most a quarter of an epoch, so that the same rows seldom meet again
+
+    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, total_rows: int, batch_size: int = 1) -> None:
+        self.rows, self.seed, self.total_rows, self.batch_size = rows, seed, total_rows, batch_size
+        self.lengths = np.array([len(row["input_ids"]) for row in rows])
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.total_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self.total_rows:
+            raise IndexError(f"row {index} of {self.total_rows}")
+        epoch, place = divmod(index, len(self.rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        return self.rows[self._order[place]]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        generator = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
+
+        def shuffled(count: int) -> np.ndarray:
+            # Unlike Generator's methods, raw words do not change between versions of numpy.
+            return np.argsort(generator.random_raw(count), kind="stable")
+
+        rows = len(self.rows)
+        order = shuffled(rows)
+        first = -epoch * rows % self.batch_size  # rows before it complete a batch of the previous epoch
+        batches = max(0, rows - first) // self.batch_size
+        group = max(1, min(self.max_group, batches // 4))
+        for start in range(0, batches, group):
+            count = min(group, batches - start)
+            places = slice(first + start * self.batch_size, first + (start + count) * self.batch_size)
+            by_length = order[places][np.argsort(self.lengths[order[places]], kind="stable")]
+            order[places] = by_length.reshape(count, -1)[shuffled(count)].ravel()
+        return order

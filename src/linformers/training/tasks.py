@@ -1,322 +1,242 @@
-"""Section 5.2's tasks and any labelled table like them: read and split."""
+"""Classification tasks: SST-2, IMDB, QNLI and QQP (section 5.2), and labeled tables. Read, split and scored."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
 from hashlib import blake2b
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_choice, check_share
+from ..checks import check_choice
 from ..errors import UserError
-from . import sources
+from . import data as files
+from .rows import Example
 
 HELD_OUT = 0.05
-_KINDS = f"{', '.join(sources.TABLES)}, plain, .gz or .xz"
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """Files that serve where a task's own are missing, and what must then be said beside each number.
+class Task(NamedTuple):
+    """A named task. GLUE has no labels for its test sets, so the paper reports on its validation sets."""
 
-    Args:
-        suffix: What follows the split in their names; `*` stands for anything.
-        note: How they differ from the task's own.
-        lower_case: Whether the training texts are lower-cased, so that the reported ones have to be too.
-    """
-
-    suffix: str
-    note: str
-    lower_case: bool = False
-
-
-@dataclass(frozen=True)
-class Task:
-    """A classification task: which columns of which files.
-
-    Args:
-        name: The task's folder under the data folder.
-        text_columns: One column of texts, or two for pairs.
-        label_column: The column of labels.
-        label_names: The names of labels 0, 1, ...; None takes them from the training set.
-        train: A split's name, or a file.
-        validation: What models are selected on; None holds 5% of the training set out.
-        test: What is reported; None holds another 5% out.
-        hub: Name and configuration on the hub.
-        stand_in: What serves where the folder has not the task's own files.
-        note: What must be said beside each number.
-    """
-
-    name: str
     text_columns: tuple[str, ...]
-    label_column: str = "label"
-    label_names: tuple[str, ...] | None = None
-    train: str | Path = "train"
-    validation: str | Path | None = None
-    test: str | Path | None = "validation"
-    hub: tuple[str, str | None] | None = None
-    stand_in: StandIn | None = None
-    note: str = ""
+    label_names: tuple[str, ...]
+    hub: tuple[str, str | None]  # name and configuration on the hub
+    reported: str = "validation"
 
 
-# GLUE keeps the labels of its test sets to itself, so the paper reports on the validation sets. Models are never
-# selected on what is reported: that is done on a part of the training set.
 TASKS = {
-    task.name: task
-    for task in (
-        Task("sst2", ("sentence",), label_names=("negative", "positive"), hub=("nyu-mll/glue", "sst2")),
-        Task("imdb", ("text",), label_names=("negative", "positive"), test="test", hub=("stanfordnlp/imdb", None)),
-        Task(
-            "qnli",
-            ("question", "sentence"),
-            label_names=("entailment", "not_entailment"),
-            hub=("nyu-mll/glue", "qnli"),
-            stand_in=StandIn(
-                "_reconstructed_from_squad*",
-                "train is a reconstruction from SQuAD, lower-cased; not GLUE's",
-                lower_case=True,
-            ),
-        ),
-        Task(
-            "qqp",
-            ("question1", "question2"),
-            label_names=("not_duplicate", "duplicate"),
-            hub=("nyu-mll/glue", "qqp"),
-            stand_in=StandIn("_subset", "a subset of Quora's pairs with a split of its own; not GLUE's"),
-        ),
-    )
+    "sst2": Task(("sentence",), ("negative", "positive"), ("nyu-mll/glue", "sst2")),
+    "imdb": Task(("text",), ("negative", "positive"), ("stanfordnlp/imdb", None), reported="test"),
+    "qnli": Task(("question", "sentence"), ("entailment", "not_entailment"), ("nyu-mll/glue", "qnli")),
+    "qqp": Task(("question1", "question2"), ("not_duplicate", "duplicate"), ("nyu-mll/glue", "qqp")),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Examples:
-    """Texts, or pairs of texts, and their labels (int64)."""
-
-    texts: list[str]
-    pairs: list[str] | None
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True, eq=False)
 class TaskData:
-    """A task's three sets; `reported_on` names the file behind `test`, and `note` belongs beside each number."""
+    """The three sets of a task; `reported_on` names the source of `test`, and `note` belongs next to each result."""
 
     name: str
-    train: Examples
-    validation: Examples
-    test: Examples
+    train: list[Example]
+    validation: list[Example]
+    test: list[Example]
     label_names: list[str]
     reported_on: str
     note: str
 
     def hash(self) -> str:
-        """What tells this data from other data: all texts and labels of all sets."""
-        digest = blake2b(repr((self.label_names, self.reported_on)).encode(), digest_size=16)
-        for examples in (self.train, self.validation, self.test):
-            for text in chain(examples.texts, examples.pairs or ()):
-                digest.update(text.encode() + b"\0")
-            digest.update(examples.labels.tobytes())
-        return digest.hexdigest()
+        """Identifies the content: all texts and labels."""
+        content = (self.label_names, self.reported_on, self.train, self.validation, self.test)
+        return blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
-def labelled_file(path: Path, text_columns: Sequence[str], label_column: str, label_names: Sequence[str]) -> TaskData:
-    """All rows of a labelled table, for a model that knows the labels already."""
-    task = custom_task(path, text_columns=text_columns, label_column=label_column)
-    source = _find(task, None, path)
-    rows = _examples(task, source, _read(task, source), {name: number for number, name in enumerate(label_names)})
-    note = "all rows of the file; of a model that was trained on some of them, this says little"
-    return TaskData(task.name, rows, rows, rows, list(label_names), path.name, note)
-
-
-def custom_task(
-    train: Path,
+def load(
+    task: str,
+    data: Path | None = None,
     *,
     test: Path | None = None,
     validation: Path | None = None,
-    text_columns: Sequence[str] = ("text",),
-    label_column: str = "label",
-) -> Task:
-    """The task that tables of one's own make; without `test`, `validation` or a part of `train` is reported."""
-    for argument, path in (("train", train), ("validation", validation), ("test", test)):
-        if path is not None and not path.is_file():
-            raise UserError(f"{argument}={str(path)!r} is no file")
-        if path is not None and sources.kind(path) not in sources.TABLES:
-            raise UserError(f"{argument}={str(path)!r} is no table ({_KINDS})")
-    if isinstance(text_columns, str) or len(text_columns) not in (1, 2):
-        raise UserError(f"text_columns={text_columns!r} must be one column, such as ['text'], or two for pairs")
-    if len({*text_columns, label_column}) != len(text_columns) + 1:
-        raise UserError(f"text_columns={list(text_columns)!r} and label_column={label_column!r} must all differ")
-    note = ""
-    if test is None and validation is None:
-        note = f"no test file: reported on 5% held out of {train.name}, selected on another 5%"
-    elif test is None and validation is not None:
-        note = f"no test file: reported on {validation.name}, selected on 5% held out of {train.name}"
-        test, validation = validation, None
-    name = train.name.split(".")[0]
-    return Task(name, tuple(text_columns), label_column, None, train, validation, test, note=note)
+    text: str = "text",
+    label: str = "label",
+) -> TaskData:
+    """Load a named task, or a labeled table.
 
+    Models are never selected on what is reported. Without a validation set, 5% of the training set is held out.
 
-def load(task: Task | str, data: Path | None = None) -> TaskData:
-    """The sets of a task: from `data/<task>/`, from the hub where there is no `data`, or from the task's own files."""
-    if isinstance(task, str):
-        check_choice("task", task, TASKS)
-        task = TASKS[task]
-    source = _find(task, data, task.train)
-    table = _read(task, source)
-    names = list(task.label_names or _classes(table.labels))
-    numbers = {name: number for number, name in enumerate(names)}
-    if task.label_names:
-        numbers |= {str(number): number for number in range(len(names))}
-    whole = _examples(task, source, table, numbers)
-    if len(np.unique(whole.labels)) == 1:
-        raise UserError(
-            f"{source.where} has the single label {table.labels[0]!r} in column {task.label_column!r}; "
-            "a classifier needs two or more"
-        )
-
-    kept = np.ones(len(whole), dtype=bool)
-    others = []
-    for part, split in enumerate((task.validation, task.test)):
-        if split is None:
-            chosen = held_out(whole.texts, HELD_OUT, part)
-            kept &= ~chosen
-            others.append((source._replace(name=f"5% of {source.name}"), _take(whole, chosen)))
-        else:
-            other = _find(task, data, split)
-            others.append((other, _examples(task, other, _read(task, other), numbers)))
-    train, ((_, validation), (reported, test)) = _take(whole, kept), others
-    if not (len(train) and len(validation) and len(test)):
-        raise UserError(
-            f"{source.where} has {len(whole)} rows, too few different ones to hold out 5% of them; "
-            "give more, or a validation and a test file"
-        )
-
-    note = task.note
-    if task.stand_in and (source.stands_in or reported.stands_in):
-        note = task.stand_in.note
-    if task.stand_in and task.stand_in.lower_case and source.stands_in:
-        test = Examples([t.lower() for t in test.texts], test.pairs and [t.lower() for t in test.pairs], test.labels)
-    return TaskData(task.name, train, validation, test, names, reported.name, note)
-
-
-def held_out(texts: Sequence[str], share: float = HELD_OUT, part: int = 0) -> np.ndarray:
-    """Which texts are held out: a share of them that depends on the texts alone; parts of one share are disjoint.
-
-    Equal texts are on the same side, whatever the order, the seed and the machine.
+    Args:
+        task: a key of `TASKS`, or a csv, tsv, jsonl or parquet file to train on.
+        data: the folder with a folder of the named task; by default the task is loaded from the hub.
+        test: the table to report on; by default `validation`, or another 5% of the training set.
+        validation: the table to select models on; without `test`, the table to report on.
+        text: the column of texts in a table, or two columns separated by a comma.
+        label: the column of labels in a table.
     """
-    check_share("share", share)
-    # Copies of one data set differ in the space at the end of a text.
-    digests = (blake2b(text.strip().encode(), digest_size=8).digest() for text in texts)
-    places = np.array([int.from_bytes(digest, "big") / 2**64 for digest in digests])
-    return (part * share <= places) & (places < (part + 1) * share)
+    if task in TASKS or not Path(task).suffix:
+        check_choice("task", task, TASKS)
+        given = {"test": test, "validation": validation, "text": text != "text", "label": label != "label"}
+        for option, value in given.items():
+            if value:
+                raise UserError(f"{option} has no effect on task={task!r}, whose files and columns are known")
+        tables = [_named_table(task, split, data) for split in ("train", TASKS[task].reported)]
+        return _split(task, tables[0], None, tables[1], "", list(TASKS[task].label_names))
+    if data is not None:
+        raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
+    if not Path(task).is_file():
+        raise UserError(f"task={task!r} is neither a file nor one of {', '.join(TASKS)}")
+    path, note = Path(task), ""
+    train = _file_table("task", path, text, label)
+    selected = None if validation is None else _file_table("validation", validation, text, label)
+    reported = None if test is None else _file_table("test", test, text, label)
+    if reported is None and selected is None:
+        note = f"no test file: reported on 5% held out of {path.name}, selected on another 5%"
+    elif reported is None and selected is not None:
+        note = f"no test file: reported on {selected.name}, selected on 5% held out of {path.name}"
+        selected, reported = None, selected
+    return _split(path.name.split(".")[0], train, selected, reported, note)
 
 
-class _Source(NamedTuple):
-    """The rows of a split: what errors and what results call them, and how to get the columns asked for."""
-
-    where: str
-    name: str
-    rows: Callable[[Sequence[str]], Iterable[Mapping[str, Any]]]
-    stands_in: bool = False
+def load_rows(path: Path, text: str, label: str, label_names: Sequence[str]) -> TaskData:
+    """All rows of a labeled table, for a model that has been trained on these labels."""
+    rows = _file_table("task", path, text, label).examples({name: i for i, name in enumerate(label_names)})
+    note = "all rows of the file; it must not be the training file"
+    return TaskData(path.name.split(".")[0], rows, rows, rows, list(label_names), path.name, note)
 
 
 class _Table(NamedTuple):
-    texts: list[str]
-    pairs: list[str] | None
-    labels: list[str]
+    """Texts with the names of their labels; `where` is the source in messages, `name` in results."""
+
+    where: str
+    name: str
+    rows: list[tuple[str, str | None, str]]
+
+    def examples(self, numbers: Mapping[str, int]) -> list[Example]:
+        for _, _, label in self.rows:
+            if label not in numbers:
+                known = ", ".join(map(repr, list(numbers)[:10])) + (", ..." if len(numbers) > 10 else "")
+                raise UserError(f"{self.where} has the label {label!r}, which is not one of {known}")
+        return [Example(text, pair, numbers[label]) for text, pair, label in self.rows]
 
 
-def _find(task: Task, data: Path | None, split: str | Path) -> _Source:
-    if isinstance(split, Path):
-        if data is not None:
-            raise UserError(f"data={str(data)!r} has no effect on task {task.name!r}, which names its own files")
-        return _Source(str(split), split.name, partial(sources.rows, split))
+def _named_table(task: str, split: str, data: Path | None) -> _Table:
+    columns = TASKS[task].text_columns
     if data is None:
-        return _from_hub(task, split)
-    folder = Path(data) / task.name
+        path, config = TASKS[task].hub
+        name = "/".join(filter(None, (path, config, split)))
+        return _table(name, name, files.hub_rows(path, config, split), columns, "label")
+    folder = data / task
     if not folder.is_dir():
-        raise UserError(f"data={str(data)!r} has no folder {task.name!r}")
-    names = [split] + ([split + task.stand_in.suffix] if task.stand_in else [])
-    tables = sorted(path for path in folder.iterdir() if sources.kind(path) in sources.TABLES)
-    for name in names:
-        found = [path for path in tables if fnmatchcase(path.name.split(".")[0], name)]
-        if len(found) > 1:
-            raise UserError(f"{folder} has several files for {name!r}: {', '.join(p.name for p in found)}; keep one")
-        if found:
-            return _Source(str(found[0]), found[0].name, partial(sources.rows, found[0]), stands_in=name != split)
-    raise UserError(f"{folder} has no table {' or '.join(map(repr, names))} ({_KINDS})")
+        raise UserError(f"data={str(data)!r} has no folder {task!r}")
+    tables = sorted(path for path in folder.iterdir() if files.file_type(path) in files.TABLES)
+    found = [path for path in tables if path.name.split(".")[0] == split]
+    if len(found) != 1:
+        several = f"several files {split!r}: {', '.join(path.name for path in found)}; keep one"
+        raise UserError(f"{folder} has {several if found else f'no table {split!r} ({files.FILE_TYPES})'}")
+    return _table(str(found[0]), found[0].name, files.rows(found[0], [*columns, "label"]), columns, "label")
 
 
-def _from_hub(task: Task, split: str) -> _Source:
-    if task.hub is None:
-        raise UserError(f"task {task.name!r} is not on the hub: pass the folder of its files as data")
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UserError(
-            f"task {task.name!r} comes from the hub, which takes the package datasets: "
-            "pip install 'linformers[hub]', or pass --data DIR"
-        ) from None
-    path, config = task.hub
-    name = "/".join(filter(None, (path, config, split)))
-    rows = datasets.load_dataset(path, config, split=split)
-    return _Source(name, name, lambda columns: rows.select_columns(list(columns)))
+def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
+    columns = text.split(",")
+    if not path.is_file() or files.file_type(path) not in files.TABLES:
+        raise UserError(f"{argument}={str(path)!r} is not a table ({', '.join(files.TABLES)}; plain, .gz or .xz)")
+    if len(columns) > 2 or len({*columns, label}) != len(columns) + 1:
+        raise UserError(f"text={text!r} and label={label!r} must be one or two columns of text and another of labels")
+    return _table(str(path), path.name, files.rows(path, [*columns, label]), columns, label)
 
 
-def _read(task: Task, source: _Source) -> _Table:
-    columns: list[list[str]] = [[] for _ in task.text_columns]
-    labels = []
-    for number, row in enumerate(source.rows([*task.text_columns, task.label_column]), 1):
-        for name, column in zip(task.text_columns, columns, strict=True):
-            text = "" if row[name] is None else row[name]
+def _table(
+    where: str, name: str, rows: Iterable[Mapping[str, Any]], text_columns: Sequence[str], label_column: str
+) -> _Table:
+    found: list[tuple[str, str | None, str]] = []
+    for number, row in enumerate(rows, 1):
+        texts = ["" if row[column] is None else row[column] for column in text_columns]  # some of Quora's are missing
+        for column, text in zip(text_columns, texts, strict=True):
             if not isinstance(text, str):
-                raise UserError(f"{source.where} has {text!r} in row {number}, column {name!r}, which is no text")
-            column.append(text)
-        label = row[task.label_column]
+                raise UserError(f"{where} has {text!r} in row {number}, column {column!r}, which is not text")
+        label = row[label_column]
         if isinstance(label, float) and label.is_integer():
             label = int(label)  # pandas writes a column of integers with gaps as floats
         if not isinstance(label, str | int) or not str(label).strip():
-            raise UserError(
-                f"{source.where} has {label!r} in row {number}, column {task.label_column!r}; "
-                "a label is text or a whole number"
-            )
-        labels.append(str(label).strip())
-    if not labels:
-        raise UserError(f"{source.where} has no rows")
-    for name, column in zip(task.text_columns, columns, strict=True):
-        # Single rows may lack a text, as some of Quora's pairs do.
-        if not any(map(str.strip, column)):
-            raise UserError(f"{source.where} has no text in column {name!r}: each of its {len(column)} rows is empty")
-    return _Table(columns[0], columns[1] if len(columns) > 1 else None, labels)
+            raise UserError(f"{where} has {label!r} in row {number}, column {label_column!r}, which is not a label")
+        found.append((texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
+    if not any(text.strip() for text, _, _ in found) or not any(pair is None or pair.strip() for _, pair, _ in found):
+        raise UserError(f"{where} has no text in the columns {', '.join(map(repr, text_columns))}")
+    return _Table(where, name, found)
 
 
-def _classes(labels: Iterable[str]) -> list[str]:
-    """The labels there are, sorted; as numbers if all of them are, so that 10 follows 9."""
-    classes = sorted(set(labels))
-    return sorted(classes, key=int) if all(re.fullmatch(r"-?\d+", name) for name in classes) else classes
+def _split(
+    name: str, train: _Table, validation: _Table | None, test: _Table | None, note: str, names: list[str] | None = None
+) -> TaskData:
+    """Number the labels, and hold out the sets that are not given."""
+    numbers = {} if names is None else {str(number): number for number in range(len(names))}
+    names = names or _label_names(label for _, _, label in train.rows)
+    numbers |= {label: number for number, label in enumerate(names)}
+    examples = train.examples(numbers)
+    if len({example.label for example in examples}) == 1:
+        raise UserError(f"{train.where} has the single label {train.rows[0][-1]!r}; a classifier needs two or more")
+    parts = [np.array([held_out(example.text, part) for example in examples]) for part in range(2)]
+    sets = [
+        list(compress(examples, chosen)) if table is None else table.examples(numbers)
+        for chosen, table in zip(parts, (validation, test), strict=True)
+    ]
+    taken = [chosen for chosen, table in zip(parts, (validation, test), strict=True) if table is None]
+    rest = list(compress(examples, ~np.any(taken, axis=0))) if taken else examples
+    if not (rest and all(sets)):
+        raise UserError(
+            f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
+            "give more, or a validation and a test file"
+        )
+    reported_on = f"5% of {train.name}" if test is None else test.name
+    return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
 
 
-def _examples(task: Task, source: _Source, table: _Table, numbers: Mapping[str, int]) -> Examples:
-    for label in table.labels:
-        if label not in numbers:
-            known = ", ".join(map(repr, list(numbers)[:10])) + (", ..." if len(numbers) > 10 else "")
-            raise UserError(
-                f"{source.where} has the label {label!r} in column {task.label_column!r}, which is not one of {known}"
-            )
-    return Examples(table.texts, table.pairs, np.array([numbers[label] for label in table.labels], dtype=np.int64))
+def _label_names(labels: Iterable[str]) -> list[str]:
+    """The distinct labels, sorted; by value if all of them are numbers."""
+    names = sorted(set(labels))
+    return sorted(names, key=int) if all(re.fullmatch(r"-?\d+", name) for name in names) else names
 
 
-def _take(examples: Examples, chosen: np.ndarray) -> Examples:
-    texts = list(compress(examples.texts, chosen))
-    pairs = None if examples.pairs is None else list(compress(examples.pairs, chosen))
-    return Examples(texts, pairs, examples.labels[chosen])
+def held_out(text: str, part: int) -> bool:
+    """Whether a text belongs to part 0, 1, … of 5% each, by its hash: equal texts stay together in any order."""
+    # Copies of a data set differ in the space at the end of texts.
+    digest = blake2b(text.strip().encode(), digest_size=8).digest()
+    return part * HELD_OUT <= int.from_bytes(digest, "big") / 2**64 < (part + 1) * HELD_OUT
+
+
+# Scores.
+
+
+def classification_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Accuracy, and F1: of class 1 if there are two classes, otherwise the mean over all classes that occur.
+
+    Args:
+        logits: (rows, classes).
+        labels: (rows,).
+    """
+    if broken := int(np.isnan(logits).any(axis=1).sum()):
+        raise UserError(f"{broken} of {len(logits)} rows have NaN logits: training diverged; lower the learning rate")
+    predictions = logits.argmax(axis=1)
+    classes = [1] if logits.shape[1] == 2 else np.union1d(predictions, labels)
+    hits = [np.sum((predictions == c) & (labels == c)) for c in classes]
+    sizes = [np.sum(predictions == c) + np.sum(labels == c) for c in classes]
+    f1 = float(np.mean([2 * hit / max(size, 1) for hit, size in zip(hits, sizes, strict=True)]))
+    return {"accuracy": float((predictions == labels).mean()), "f1": f1}
+
+
+def f1_of(label_names: Sequence[str]) -> str:
+    """The class that F1 is of."""
+    return repr(label_names[1]) if len(label_names) == 2 else "all labels, their mean"
+
+
+def spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation; one value has no deviation."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def plus_minus(spread: Sequence[float | None], digits: int, scale: float = 1) -> str:
+    """“0.91 ± 0.02” for a mean and its deviation; the mean alone if there is none."""
+    return " ± ".join(f"{scale * value:.{digits}f}" for value in spread if value is not None)

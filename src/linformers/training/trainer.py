@@ -1,166 +1,149 @@
-"""transformers' Trainer with exact resume: whole checkpoints without pickle, and no update from what is not finite."""
+"""Transformers' Trainer with exact resume, atomic checkpoints without pickle, a stop at NaN, and progress."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import signal
 import time
-from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, TrainerState
-from transformers.trainer_utils import SaveStrategy
 
+from .. import LinformerForMaskedLM
 from ..errors import UserError
-from . import checkpointing
+from ..progress import progress
+from . import checkpoints
 
-MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
-NUMBERS, STATE = "training.json", "trainer_state.json"
-
-
-class NotFiniteError(ArithmeticError):
-    """A loss or a gradient was NaN or infinite; the weights are as they were before that step."""
+MODEL, OPTIMIZER, TRAINING, STATE = "model.safetensors", "optimizer.safetensors", "training.json", "trainer_state.json"
+METRICS = "metrics.jsonl"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class CannotSaveError(OSError):
-    """A checkpoint could not be written; the ones before it are as they were."""
+class NotFiniteError(UserError):
+    """A loss or gradient was NaN or infinite; the weights are those before that step."""
+
+
+class CannotSaveError(UserError):
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class ExactTrainer(Trainer):
-    """A Trainer that loses at most the steps since the last checkpoint, whatever happens.
+    """A Trainer that never loses more than the steps since the last checkpoint.
 
-    - A checkpoint appears whole or not at all (`checkpointing.write_whole`), and one that was damaged later is found
-      by its hash. It holds safetensors and json alone.
-    - A resumed run equals an uninterrupted one bit for bit: random states, the loss since the last log and the
-      optimiser are restored, and rows are a function of their number (`rows.MaskedRows`).
-    - SIGTERM and SIGINT save at the end of the step and stop.
-    - A NaN or an infinity in loss or gradients stops the run before the weights change.
-
-    The optimiser must be one of torch's fused ones (`optim="adamw_torch_fused"`).
+    - A checkpoint appears complete or not at all (`checkpoints.write_folder`), and later damage is detected by hash.
+      It contains only safetensors and JSON.
+    - A resumed run equals an uninterrupted one bit for bit: it restores random states, the optimizer, and the loss
+      since the last log. Rows must depend on their number alone, as those of `rows.py` do.
+    - SIGTERM and SIGINT end the run after the current step, with a checkpoint.
+    - A loss or gradient that is not finite ends the run before the weights change.
     """
 
     def __init__(self, model: nn.Module, args: TrainingArguments, **kwargs: Any) -> None:
-        if args.n_gpu > 1:  # transformers would multiply the batch by it
+        if args.n_gpu > 1:  # without torchrun, transformers would use all GPUs and multiply the batch size
             args._n_gpu = 1
         super().__init__(model, args, **kwargs)
-        assert self.args.optim == "adamw_torch_fused", (
-            "the update is called off on the device, which only fused ones can"
-        )
-        self.stopped_by: int | None = None
-        self.seconds_waiting, self.seconds_aside = 0.0, 0.0
-        self._flag: tuple[int, Later] | None = None
+        assert self.args.optim == "adamw_torch_fused", "only fused optimizers can skip an update on the device"
+        self.stopped_by: int | None = None  # the signal that ended the run
+        self._not_finite: tuple[int, AsyncScalar] | None = None
         self._restored: dict[str, Any] | None = None
         self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters())
-        if self.is_sharded:  # gradients are reduced where weights are sharded; another wrapper would do it twice
+        if self.is_sharded:  # FSDP reduces gradients; another wrapper would do so twice
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
-        self.remove_callback(PrinterCallback)  # whoever trains shows what is logged
-        self._signals = _Signals(self)
+        self.remove_callback(PrinterCallback)
+        self._signals = _SignalCallback(self)
         self.add_callback(self._signals)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers does; signals mean what they meant before when it ends, however it does."""
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._signals.let_go()
+            self._signals.restore_handlers()
 
     # Saving.
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        began = time.perf_counter()
-        self._refuse_not_finite()
-        run = Path(self.args.output_dir)
+        self._check_finite()
+        run, best = Path(self.args.output_dir), self.state.best_global_step
         folder = run / f"checkpoint-{self.state.global_step}"
-        self.store_flos()
-        weights = self.whole_weights()
-        optimizer, numbers = checkpointing.optimizer_state(self.model, self.optimizer.optimizer)
-        scheduler = self.lr_scheduler.state_dict()
-        scheduler.pop("lr_lambdas", None)
-        numbers |= {
+        # All processes take part in gathering; the first one writes.
+        weights = self.full_weights()
+        optimizer = checkpoints.optimizer_tensors(self.model, self.optimizer.optimizer)
+        scheduler = {name: value for name, value in self.lr_scheduler.state_dict().items() if name != "lr_lambdas"}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        training = {
+            "groups": groups,
             "scheduler": scheduler,
-            "losses": [loss.item() for loss in self._of_all_processes(self._tr_loss)],
             "last_logged": self._globalstep_last_logged,
+            "losses": self.gather(self._tr_loss.item()),
+            "random": self.gather(checkpoints.random_state()),
         }
-        randoms = {
-            f"{name}/{process}": tensor
-            for name, own in checkpointing.random_state().items()
-            for process, tensor in enumerate(self._of_all_processes(own))
-        }
-        best = self.state.best_global_step
-        if best and self.args.save_strategy != SaveStrategy.NO:
-            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
 
         def fill(unfinished: Path) -> None:
-            # As `save_pretrained` of a model notes it: a checkpoint is a model, too.
+            # A checkpoint is also a model that `from_pretrained` loads.
             self.model.config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
             self.model.config.save_pretrained(unfinished)
             save_file(weights, unfinished / MODEL, metadata={"format": "pt"})
             save_file(optimizer, unfinished / OPTIMIZER)
-            save_file(randoms, unfinished / RANDOM)
-            (unfinished / NUMBERS).write_text(json.dumps(numbers))
+            (unfinished / TRAINING).write_text(json.dumps(training))
             self.state.save_to_json(str(unfinished / STATE))
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(unfinished)
 
-        if self.args.should_save and checkpointing.damage(folder) is not None:
+        if self.args.should_save and checkpoints.damage(folder) is not None:
             try:
-                checkpointing.write_whole(folder, fill)
-            except Exception as error:  # safetensors has errors of its own for a full disk
-                raise CannotSaveError(self._cannot_save(folder, error)) from error
-            best_folder = self.state.best_model_checkpoint
-            keep = self.args.save_total_limit or 1
-            checkpointing.remove_old(run, keep, Path(best_folder) if best_folder else None)
+                checkpoints.write_folder(folder, fill)
+            except (OSError, SafetensorError) as error:
+                raise CannotSaveError(
+                    f"{folder} could not be written ({error}), {self._last_checkpoint()}; "
+                    "make room and run the command again"
+                ) from error
+            protected = run / f"checkpoint-{best}" if best else None
+            checkpoints.remove_old(run, self.args.save_total_limit or 1, protected)
         self.accelerator.wait_for_everyone()
-        self.seconds_aside += time.perf_counter() - began
 
-    def _cannot_save(self, folder: Path, error: Exception) -> str:
-        before = checkpointing.checkpoints(folder.parent)
-        rest = (
-            f"the checkpoint of step {checkpointing.step_of(before[0])} is still there"
-            if before
-            else "there is none yet"
-        )
-        return f"the checkpoint {folder} could not be written ({error}); {rest}: make room and run the command again"
+    def _last_checkpoint(self) -> str:
+        saved = checkpoints.list_checkpoints(Path(self.args.output_dir))
+        return f"the last checkpoint is of step {checkpoints.step_of(saved[0])}" if saved else "there is no checkpoint"
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Copies of them on the CPU; every process of a sharded model must call it."""
-        return {name: checkpointing.whole(tensor) for name, tensor in self.model_weights().items()}
+    def full_weights(self) -> dict[str, Tensor]:
+        """Copies of the weights on the CPU; with a sharded model, every process must call this."""
+        return {name: checkpoints.full_tensor(tensor) for name, tensor in self._weights().items()}
 
-    def model_weights(self) -> dict[str, Tensor]:
-        """The model's tensors under their names, each of several names for one tensor but the first left out."""
-        seen: set[int] = set()
-        weights = {}
+    def _weights(self) -> dict[str, Tensor]:
+        """The model's tensors by name, tied ones once."""
+        unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                weights[name] = tensor
-        return weights
+            unique.setdefault(id(tensor), (name, tensor))
+        return dict(unique.values())
 
-    def same_for_all(self, what: str, number: int) -> int:
-        """A number that every process has read from the run's folder, if it is the same."""
-        numbers = {int(own) for own in self._of_all_processes(torch.tensor(number))}
-        if len(numbers) > 1:
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        return gather_object([value]) if self.args.world_size > 1 else [value]
+
+    def check_shared(self, what: str, number: int) -> int:
+        """Check that all processes found the same number in the folder of the run."""
+        found = sorted(set(self.gather(number)))
+        if len(found) > 1:
             raise UserError(
-                f"the processes see {what} {' and '.join(map(str, sorted(numbers)))} in out={self.args.output_dir!r}; "
+                f"the processes see {what} {' and '.join(map(str, found))} in out={self.args.output_dir!r}; "
                 "it must be a folder that all machines share"
             )
         return number
 
-    def _of_all_processes(self, tensor: Tensor) -> list[Tensor]:
-        if self.args.world_size == 1:
-            return [tensor]
-        gathered = self.accelerator.gather(tensor[None].to(self.args.device))
-        return [part.cpu().clone() for part in gathered]
-
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Of equal ones the later is best: where few rows decide, the first step may have all of them by chance."""
+        """Of equally good models, prefer the later: on few rows, an early one may be right by chance."""
         better = super()._determine_best_metric(metrics=metrics, trial=trial)
         name = self.args.metric_for_best_model
         if name is not None and metrics[f"eval_{name}"] == self.state.best_metric:
@@ -171,36 +154,35 @@ class ExactTrainer(Trainer):
 
     @torch.no_grad()
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        own = self.model_weights()
+        own = self._weights()
         for name, value in load_file(Path(resume_from_checkpoint) / MODEL).items():
-            own[name].copy_(checkpointing.like(value, own[name]))
+            own[name].copy_(checkpoints.shard_like(value, own[name]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint)
-        numbers = json.loads((folder / NUMBERS).read_text())
-        checkpointing.load_optimizer_state(self.model, self.optimizer.optimizer, load_file(folder / OPTIMIZER), numbers)
-        self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **numbers["scheduler"]})
-        self._restored = numbers
+        tensors = load_file(Path(checkpoint) / OPTIMIZER)
+        self._restored = json.loads((Path(checkpoint) / TRAINING).read_text())
+        checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
+        for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
+            group.update(saved)
+        self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **self._restored["scheduler"]})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        states = load_file(Path(checkpoint) / RANDOM)
-        suffix = f"/{self.args.process_index}"
-        own = {key.removesuffix(suffix): tensor for key, tensor in states.items() if key.endswith(suffix)}
-        if own:  # another process than were there before goes on with its own
-            checkpointing.load_random_state(own)
+        if checkpoint is not None:
+            states = json.loads((Path(checkpoint) / TRAINING).read_text())["random"]
+            if self.args.process_index < len(states):  # additional processes keep their own
+                checkpoints.load_random_state(states[self.args.process_index])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing to load: bfloat16 needs no scaling."""
+        """Nothing to load: bfloat16 needs no scaling, and transformers would unpickle a file."""
 
     def restore_loss(self) -> None:
-        """Take up the loss since the last log where it was, so that what is logged next is what would have been."""
+        """Restore the loss since the last log, so that the next log entry is that of an uninterrupted run."""
         if self._restored is not None:
             losses = self._restored["losses"]
-            own = losses[self.args.process_index] if len(losses) == self.args.world_size else sum(losses) / len(losses)
+            same = len(losses) == self.args.world_size
+            own = losses[self.args.process_index] if same else sum(losses) / len(losses)
             self._tr_loss = torch.tensor(own, device=self.args.device)
             self._globalstep_last_logged = self._restored["last_logged"]
             self._restored = None
@@ -208,92 +190,51 @@ class ExactTrainer(Trainer):
     # Steps.
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay, but E does not: its rate is its own."""
+        """Matrices decay, except E, which has its own learning rate."""
         return [name for name in super().get_decay_parameter_names(model) if "projections." not in name]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted here: it would walk through all parameters in each step."""
+        """Not counted: transformers would iterate over all parameters in each step."""
         return 0
 
     def get_train_dataloader(self) -> Any:
-        """Workers leave signals to the training process: one that died of SIGTERM would take the run with it."""
+        """Loading processes ignore signals: if SIGTERM killed one, the run could not save."""
         loader = super().get_train_dataloader()
         for own in (loader, getattr(loader, "base_dataloader", None)):
             if own is not None:
                 own.worker_init_fn = functools.partial(_ignore_signals, own.worker_init_fn)
         return loader
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        began = time.perf_counter()
-        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.seconds_waiting += time.perf_counter() - began
-        return batches
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        began = time.perf_counter()
-        metrics = super().evaluate(*args, **kwargs)
-        self.seconds_aside += time.perf_counter() - began
-        return metrics
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm of all gradients; unless it is finite, the update that follows is called off on the device."""
+        """The norm of the gradients; if it is not finite, the update that follows is skipped on the device."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         not_finite = ~torch.isfinite(torch.as_tensor(norm))
-        self._refuse_not_finite()
-        step = self.state.global_step + 1
-        if self.is_sharded:
-            self._refuse(step, bool(not_finite))
-        else:
-            # A fused optimiser leaves out an update that is said to be infinite, as a gradient scaler would say it. The
-            # host learns of it a step later, so that it never waits for the device.
+        self._check_finite()
+        if not self.is_sharded:
+            # Like a gradient scaler, this makes a fused optimizer skip the update. The host reads the flag a step
+            # later, so that it never waits for the device.
             self.optimizer.optimizer.found_inf = not_finite.float()
-            self._flag = (step, Later(not_finite))
+        self._not_finite = (self.state.global_step + 1, AsyncScalar(not_finite))
+        if self.is_sharded:
+            self._check_finite()
         return norm
 
-    def _refuse_not_finite(self) -> None:
-        if self._flag is not None:
-            (step, flag), self._flag = self._flag, None
-            self._refuse(step, bool(flag.value()))
-
-    def _refuse(self, step: int, not_finite: bool) -> None:
-        if not not_finite:
+    def _check_finite(self) -> None:
+        """Raise `NotFiniteError` if the last gradients were not finite."""
+        if self._not_finite is None:
             return
-        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        saved = checkpointing.checkpoints(Path(self.args.output_dir))
-        kept = f"the checkpoint of step {checkpointing.step_of(saved[0])} is kept" if saved else "no checkpoint yet"
-        raise NotFiniteError(
-            f"loss or gradients are not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
-            f"the weights were not changed, and {kept}"
-        )
+        (step, flag), self._not_finite = self._not_finite, None
+        if flag.value():
+            rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            raise NotFiniteError(
+                f"the loss or a gradient is not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
+                f"the weights are unchanged, and {self._last_checkpoint()}; lower the learning rate"
+            )
 
 
-def _ignore_signals(then: Any, worker: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    if then is not None:
-        then(worker)
-
-
-def arguments_for_all(precision: str) -> dict[str, Any]:
-    """Training arguments that every run of an `ExactTrainer` has; bf16 by default where the hardware has it."""
-    on_gpu = torch.cuda.is_available()
-    return {
-        "optim": "adamw_torch_fused",
-        "bf16": precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
-        "train_sampling_strategy": "sequential",  # rows are in random order by themselves
-        "remove_unused_columns": False,
-        "logging_nan_inf_filter": False,  # what is not finite stops the run instead
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": not on_gpu,
-        "dataloader_pin_memory": on_gpu,
-        "accelerator_config": {"non_blocking": on_gpu},  # copying a batch must not wait for the step before
-    }
-
-
-class Later:
-    """A number that is on its way from the device, while the host goes on."""
+class AsyncScalar:
+    """A number that is copied from the device while the host continues."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.copy = tensor.to("cpu", non_blocking=True)
@@ -307,46 +248,184 @@ class Later:
         return self.copy.item()
 
 
-class _Signals(TrainerCallback):
-    """SIGTERM and SIGINT set a flag; the step that is under way is finished and saved."""
+class _SignalCallback(TrainerCallback):
+    """On SIGTERM or SIGINT, finish the current step, save and stop."""
 
     def __init__(self, trainer: ExactTrainer) -> None:
         self.trainer = trainer
         self.received = 0
-        self.told: Later | None = None
-        self.before: dict[int, Any] = {}
+        self.known: AsyncScalar | None = None  # what any of several processes had received a step ago
+        self.handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.restore_loss()
-        state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals that it was made with
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.before[number] = signal.signal(number, self.receive)
+        state.compute_steps(args, state.max_steps)  # the checkpoint has the intervals of the earlier run
+        for number in SIGNALS:
+            self.handlers[number] = signal.signal(number, self.receive)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """One that came too late for a step must not be lost on whoever has more to do."""
-        if args.world_size > 1:
-            self.received = int(self._of_all().value())
-        if self.received:
-            self.trainer.stopped_by = self.received
-
-    def let_go(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        self.before = {}
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: Any) -> None:
         self.received = number
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         received = self.received
-        if args.world_size > 1:  # all processes stop after the same step, one after the first of them was told
-            told, self.told = self.told, self._of_all()
-            received = 0 if told is None else int(told.value())
+        if args.world_size > 1:  # all processes stop after the same step
+            known, self.known = self.known, self._of_all_processes()
+            received = 0 if known is None else int(known.value())
         if received:
             self.trainer.stopped_by = received
             control.should_save = control.should_training_stop = True
 
-    def _of_all(self) -> Later:
-        """What any of the processes received."""
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """A signal during the last step must still stop the command."""
+        received = int(self._of_all_processes().value()) if args.world_size > 1 else self.received
+        if received:
+            self.trainer.stopped_by = received
+
+    def _of_all_processes(self) -> AsyncScalar:
         flag = torch.tensor([self.received], device=self.trainer.args.device)
-        return Later(self.trainer.accelerator.gather(flag).max())
+        return AsyncScalar(self.trainer.accelerator.gather(flag).max())
+
+    def restore_handlers(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.handlers = {}
+
+
+def _ignore_signals(then: Any, worker: int) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
+
+
+def common_arguments(precision: str) -> dict[str, Any]:
+    """Training arguments that every run of an `ExactTrainer` has."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "optim": "adamw_torch_fused",
+        "bf16": precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
+        "train_sampling_strategy": "sequential",  # the rows are already shuffled
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "accelerator_config": {"non_blocking": on_gpu},
+    }
+
+
+def compile_model(model: PreTrainedModel, choice: str, *, any_length: bool = False) -> None:
+    """Compile a model in place, layer by layer, which takes half the time of compiling it as a whole.
+
+    Args:
+        model: any Linformer.
+        choice: `"yes"`, `"no"`, or `"auto"`: on a GPU.
+        any_length: whether inputs have many lengths; they then share one graph.
+    """
+    if choice == "no" or (choice == "auto" and not torch.cuda.is_available()):
+        return
+    encoder = model.base_model
+    # Layers that differ only in an integer, such as the shift of their windows, share a graph from the second on.
+    # With dynamic lengths this would make all integers of a layer dynamic.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = not any_length
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(encoder.layers))
+    # Fusing row and column sums into one kernel costs more time than it saves.
+    options: dict[str, Any] = {"dynamic": any_length or None, "options": {"triton.mix_order_reduction": False}}
+    for part in (encoder.embeddings, encoder.projections, *encoder.layers):
+        part.compile(**options)
+    if isinstance(model, LinformerForMaskedLM):
+        model.head.compile(**options)
+        model.loss_function = torch.compile(model.loss_function, **options)
+
+
+def train(trainer: ExactTrainer, console: Console, *, title: str, score: str, unit: str, units_per_step: int) -> int:
+    """Train from the newest intact checkpoint, if there is one, and write the log to `metrics.jsonl`.
+
+    Args:
+        trainer: what to train, in the folder `trainer.args.output_dir`.
+        console: shows progress.
+        title: what is trained.
+        score: the result of a validation, `"perplexity"` or `"accuracy"`.
+        unit: the unit of speed, `"tokens"` or `"rows"`.
+        units_per_step: the number of units in a step.
+
+    Returns:
+        The exit code: 0, or 128 plus the number of the signal that stopped the run.
+    """
+
+    def say(message: str) -> None:
+        console.print(f"{title}: {message}", highlight=False, markup=False)
+
+    run, events = Path(trainer.args.output_dir), None
+    resume = checkpoints.newest_intact(run, say)
+    step = trainer.check_shared("checkpoints of steps", 0 if resume is None else checkpoints.step_of(resume))
+    say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
+    monitor = _Monitor(console, title, score, unit, units_per_step)
+    trainer.add_callback(monitor)
+    if find_spec("tensorboard") and trainer.is_world_process_zero():
+        from torch.utils.tensorboard import SummaryWriter
+
+        events = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        trainer.add_callback(TensorBoardCallback(events))
+    try:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    finally:
+        monitor.bars.stop()
+        if events:
+            events.close()
+    if trainer.stopped_by is None:
+        return 0
+    say(f"stopped by a signal; saved step {trainer.state.global_step}")
+    return 128 + trainer.stopped_by
+
+
+class _Monitor(TrainerCallback):
+    """Completes log entries with speed and score, writes and shows them."""
+
+    def __init__(self, console: Console, title: str, score: str, unit: str, units_per_step: int) -> None:
+        self.console, self.title, self.score, self.unit = console, title, score, unit
+        self.units_per_step, self.bars = units_per_step, progress(console)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.units, self.seconds, self.clock = 0, 0.0, time.perf_counter()
+        self.task = self.bars.add_task(self.title, total=state.max_steps, completed=state.global_step)
+        if self.console.is_terminal and self.console.file.isatty():  # a forced terminal may be a file
+            self.bars.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps:
+            control.should_log = control.should_evaluate = control.should_save = True
+        now = time.perf_counter()
+        self.units, self.seconds, self.clock = self.units + self.units_per_step, self.seconds + now - self.clock, now
+        self.bars.update(self.task, completed=state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock = time.perf_counter()  # validation and saving do not count for the speed
+
+    on_save = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        if "loss" in logs:
+            logs[f"{self.unit}_per_second"] = self.units / self.seconds
+            self.units, self.seconds = 0, 0.0
+            if torch.cuda.is_available():
+                logs["peak_bytes"] = torch.cuda.max_memory_allocated()
+        elif "eval_loss" in logs:
+            perplexity = math.exp(min(logs["eval_loss"], 700))
+            logs[self.score] = perplexity if self.score == "perplexity" else logs[f"eval_{self.score}"]
+        if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
+            return
+        state.log_history[-1] |= logs
+        kept = [json.dumps(entry) for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
+        checkpoints.write_text(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
+        shown = {"loss": ".3f", self.score: ".4g", "learning_rate": ".2e", f"{self.unit}_per_second": ",.0f"}
+        parts = [f"{name.replace('_', ' ')} {logs[name]:{form}}" for name, form in shown.items() if name in logs]
+        self.console.print(f"step {state.global_step:,}  " + "  ".join(parts), highlight=False)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The log entries of a run."""
+    path = run / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

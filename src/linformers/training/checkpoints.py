@@ -1,0 +1,243 @@
+"""Checkpoints that appear complete or not at all, are verified by hash, and contain no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+MANIFEST = "manifest.json"
+# What a run, or a seed of one, leaves in its folder.
+TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/result.json")
+
+
+# Files and folders.
+
+
+def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Create `folder` atomically: a kill at any time leaves either the complete folder or none.
+
+    `fill` writes the files to a temporary folder. They are hashed into a manifest and flushed to disk, and one rename
+    puts them in place.
+    """
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        fill(unfinished)
+        files = [path for path in sorted(unfinished.iterdir()) if path.is_file()]
+        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in files}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        for path in (*files, unfinished / MANIFEST):
+            path.chmod(0o644)  # safetensors makes files readable for their owner only
+            _flush(path)
+        _flush(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if folder.exists():  # a damaged one
+        _remove(folder)
+    unfinished.rename(folder)
+    _flush(folder.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_bytes(content)
+    _flush(unfinished)
+    unfinished.replace(path)
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_hash(folder: Path) -> str:
+    """Identifies the content of a saved model: config, tokenizer and weights."""
+    files = [folder / "config.json", folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot flush folders
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The checkpoints of a run.
+
+
+def step_of(folder: Path) -> int:
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    found = [path for path in run.glob("checkpoint-*") if path.is_dir() and step_of(path) >= 0]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_intact(run: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is intact; newer ones that are damaged are reported."""
+    for folder in list_checkpoints(run):
+        wrong = damage(folder)
+        if wrong is None:
+            return folder
+        report(f"skipping the damaged checkpoint of step {step_of(folder)}: {wrong}")
+    return None
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `write_folder` wrote; `None` if it is intact."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        expected = {folder / name: (own["bytes"], own["sha256"]) for name, own in manifest.items()}
+    except FileNotFoundError:
+        return f"{folder / MANIFEST} is missing"
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return f"{folder / MANIFEST} is not a list of files"
+    for path, (size, sha256) in expected.items():
+        if not path.is_file():
+            return f"{path} is missing, expected {size} bytes"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes, expected {size}"
+        if (actual := file_hash(path)) != sha256:
+            return f"{path} has sha256 {actual[:12]}…, expected {sha256[:12]}…"
+    return None
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what a kill during a save left behind."""
+    for folder in run.glob(".checkpoint-*.unfinished"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
+    """Delete all checkpoints except the newest `keep` and the protected one."""
+    for folder in list_checkpoints(run)[keep:]:
+        if folder != protected:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder under another name, so that a kill never leaves half of it under its own."""
+    doomed = folder.with_name(f".{folder.name}.removed.unfinished")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+# The folder of a run.
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Lock a folder against other processes. The lock of a killed process is released by the system."""
+    try:
+        lock = FileLock(run / ".lock").acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"out={str(run)!r} is in use by another process; wait for it or choose another out") from None
+    with lock:
+        yield
+
+
+def claim(run: Path, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run of this `kind` in a folder; a folder without one gets `settings`."""
+    path = run / "run.json"
+    if any(found for trace in TRACES for found in run.glob(trace)):
+        if not path.exists():
+            raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
+        try:
+            saved = json.loads(path.read_text())
+            found = saved["kind"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is damaged: it does not describe a run") from None
+        if found != kind:
+            raise UserError(f"out={str(run)!r} holds a run of linformers {found}; choose another folder")
+        return saved
+    write_text(path, json.dumps({"kind": kind, **settings}, indent=1) + "\n")
+    return json.loads(path.read_text())
+
+
+# The state of a run.
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of an optimizer, named after their parameters.
+
+    Gathering a sharded tensor involves every process, so all of them must call this.
+    """
+    return {
+        f"{name}/{key}": full_tensor(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for full_name, value in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        optimizer.state[parameters[name]][key] = shard_like(value, parameters[name])
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A copy of a tensor, sharded or not, on the CPU."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().cpu().clone().contiguous()
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """`value` on the device of a parameter and, if it has the parameter's shape, sharded like it."""
+    value = value.to(parameter.device)
+    if hasattr(parameter, "device_mesh") and value.shape == parameter.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return value
+
+
+def random_state() -> dict[str, Any]:
+    """The state of all random number generators of this process, ready for JSON."""
+    legacy = np.random.get_state(legacy=False)
+    return {
+        "python": random.getstate(),
+        "numpy": {**legacy, "state": {name: np.asarray(own).tolist() for name, own in legacy["state"].items()}},
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
+    }
+
+
+def load_random_state(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))

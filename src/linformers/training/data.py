@@ -1,0 +1,158 @@
+"""Text and tables on disk: txt, jsonl, csv, tsv and parquet; plain, gz or xz; single files and folders."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import UserError
+
+TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
+TEXTS = (".txt", ".md", ".rst", ".py")
+COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
+FILE_TYPES = f"{', '.join(TEXTS + TABLES)}; plain, .gz or .xz"
+# A text file of more characters is split into several documents, at a blank line where possible.
+MAX_CHARACTERS = 2**20
+
+
+def file_type(path: Path) -> str:
+    """The suffix of a file without that of its compression: `.jsonl` for `a.jsonl.gz`."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSIONS else path.suffix.lower()
+
+
+def find_files(sources: str | Path | Sequence[str | Path], name: str = "source") -> list[Path]:
+    """The given files, and all files of a known type in the given folders, sorted by name.
+
+    Args:
+        sources: files and folders.
+        name: what error messages call a source.
+    """
+    files: list[Path] = []
+    for source in map(Path, [sources] if isinstance(sources, str | Path) else sources):
+        if source.is_dir():
+            found = sorted(p for p in source.rglob("*") if p.is_file() and file_type(p) in TABLES + TEXTS)
+            if not found:
+                raise UserError(f"{name} {str(source)!r} has no file of a known type ({FILE_TYPES})")
+            files += found
+        elif not source.exists():
+            raise UserError(f"{name} {str(source)!r} does not exist")
+        elif file_type(source) not in TABLES + TEXTS:
+            raise UserError(f"{name} {str(source)!r} is not of a known type ({FILE_TYPES})")
+        else:
+            files.append(source)
+    return files
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """Open a file, compressed or not, as UTF-8."""
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    decompress: Any = COMPRESSIONS.get(path.suffix.lower(), nullcontext)
+    with raw, decompress(raw) as content:
+        try:
+            # utf-8-sig drops the byte order mark that some editors write.
+            yield io.TextIOWrapper(content, encoding="utf-8-sig", errors="replace", newline="")
+        except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, csv.Error) as error:
+            raise UserError(f"{path} is damaged or not what its name says: {error}") from None
+
+
+def documents(path: Path, text_column: str = "text") -> Iterator[str]:
+    """The documents of a file: the rows of a table, or the whole text, split at blank lines if it is large."""
+    if file_type(path) in TABLES:
+        for row in rows(path, [text_column]):
+            text = row[text_column]
+            if text is not None and str(text).strip():
+                yield str(text)
+        return
+    with open_text(path) as file:
+        yield from _split(path, file)
+
+
+def rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The given columns of each row of a table."""
+    if file_type(path) == ".parquet":
+        yield from _parquet_rows(path, columns)
+        return
+    with open_text(path) as file:
+        found: Iterator[dict[str, Any]]
+        if file_type(path) == ".jsonl":
+            found = (_json_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
+        else:
+            csv.field_size_limit(2**31 - 1)
+            found = csv.DictReader(file, delimiter="\t" if file_type(path) == ".tsv" else ",")
+        for row in found:
+            check_columns(path, columns, row)
+            yield {name: row[name] for name in columns}
+
+
+def hub_rows(path: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset on the hub, as they are downloaded."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{path!r} is not a file or folder, and datasets of the hub need: pip install 'linformers[hub]'"
+        ) from None
+    try:
+        yield from datasets.load_dataset(path, config, split=split, streaming=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{path!r} is not a file or folder, nor a dataset of the hub: {reason}") from None
+
+
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    try:
+        # With a buffer, pyarrow reads a column piece by piece instead of a whole row group.
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is damaged or not what its name says: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    with file:
+        check_columns(path, columns, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=16, columns=list(columns)):
+            yield from batch.to_pylist()
+
+
+def check_columns(where: object, columns: Sequence[str], present: Any) -> None:
+    for name in columns:
+        if name not in present:
+            raise UserError(f"{where} has no column {name!r}; its columns are {', '.join(map(repr, present))}")
+
+
+def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {number} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{path}, line {number} is not a JSON object")
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
+    return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items()}
+
+
+def _split(path: Path, file: TextIO) -> Iterator[str]:
+    """A text in pieces of at least `MAX_CHARACTERS`, except the last, that end before a blank line if there is one."""
+    piece = io.StringIO()
+    for line in iter(lambda: file.readline(MAX_CHARACTERS), ""):
+        if "\0" in line:
+            raise UserError(f"{path} is not UTF-8 text: it has NUL bytes")
+        if piece.tell() >= MAX_CHARACTERS and (not line.strip() or piece.tell() >= 2 * MAX_CHARACTERS):
+            yield piece.getvalue()
+            piece = io.StringIO()
+        piece.write(line)
+    if piece.getvalue().strip():
+        yield piece.getvalue()

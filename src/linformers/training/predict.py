@@ -1,0 +1,221 @@
+"""Use saved models: labels or words for lines of text, perplexity on a corpus, scores on a task."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from io import TextIOWrapper
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
+
+from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassification
+from ..checks import check_model, check_share, check_size
+from ..errors import UserError
+from . import tasks
+from .corpus import Corpus, tokenizer_hash
+from .data import open_text
+from .finetune import load_tokenizer
+from .pretrain import validation_rows
+from .rows import IGNORED, already_batched, collate, encode, longest_first
+from .tasks import TaskData
+
+BLANK = "the line is blank"
+
+
+def predict(
+    model: Path, file: Path | None, out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
+) -> None:
+    """Predict each line of a file, or of standard input; see `predict_lines`."""
+    if file is not None and not file.is_file():
+        raise UserError(f"file={str(file)!r} does not exist, or is not a file")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    with open_text(file) if file else nullcontext(sys.stdin) as lines:
+        predict_lines(model, lines, out, pairs=pairs, best=best, batch_size=batch_size)
+
+
+def predict_lines(
+    model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
+) -> int:
+    """Write a JSON object for each line: its label and score, or guesses for its `<mask>`.
+
+    A line that is blank or wrong gets an `error`. After all lines, the first error is raised, except for blank lines.
+
+    Args:
+        model: the folder of a model.
+        lines: texts; with `pairs`, two texts separated by a tab.
+        out: where to write.
+        pairs: whether lines contain pairs of texts.
+        best: the number of guesses for a mask.
+        batch_size: lines per pass.
+
+    Returns:
+        The number of lines.
+    """
+    check_size("best", best)
+    check_size("batch_size", batch_size)
+    tokenizer = load_tokenizer(model)
+    if best > len(tokenizer):
+        raise UserError(f"best={best} exceeds the {len(tokenizer)} tokens of the vocabulary")
+    purpose = purpose_of(model)
+    classifies = purpose == "text-classification"
+    if pairs and not classifies:
+        raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
+    options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
+    pipe = pipeline(
+        purpose,
+        model=str(model),
+        tokenizer=tokenizer,
+        dtype=torch.float32,
+        device=0 if torch.cuda.is_available() else -1,
+        **(options if classifies else {"top_k": best, "tokenizer_kwargs": options}),
+    )
+    count, wrong = 0, list[str]()
+    texts = (line.rstrip("\r\n") for line in lines)
+    while batch := list(islice(texts, batch_size)):
+        errors = [_error(text, tokenizer, pairs, masked=not classifies) for text in batch]
+        good = [text for text, error in zip(batch, errors, strict=True) if error is None]
+        inputs = [dict(zip(("text", "text_pair"), text.split("\t"), strict=True)) for text in good] if pairs else good
+        results = pipe(inputs, batch_size=batch_size) if inputs else []
+        if not classifies and len(inputs) == 1:  # this pipeline unpacks a list of one
+            results = [results]
+        answers = iter(results if classifies else map(_guesses, results))
+        for text, error in zip(batch, errors, strict=True):
+            count += 1
+            answer = next(answers) if error is None else {"error": error}
+            out.write(json.dumps({"text": text, **answer}, ensure_ascii=False) + "\n")
+            if error not in (None, BLANK):
+                wrong.append(f"line {count} {error}")
+        out.flush()
+    if wrong:
+        raise UserError(wrong[0] + (f"; {len(wrong) - 1} more lines have errors" if len(wrong) > 1 else ""))
+    return count
+
+
+def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: bool) -> str | None:
+    """Why a line cannot be predicted."""
+    if not text.strip():
+        return BLANK
+    if pairs and text.count("\t") != 1:
+        return f"has {text.count(chr(9))} tabs, expected one between two texts"
+    mask, length = tokenizer.mask_token, tokenizer.model_max_length
+    if masked and text.count(mask) != 1:
+        return f"has {text.count(mask)} times {mask!r}, expected one"
+    if masked and tokenizer.mask_token_id not in tokenizer(text, truncation=True, max_length=length)["input_ids"]:
+        return f"has its {mask!r} after the first {length} tokens, which are all that the model reads"
+    return None
+
+
+def _guesses(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    # A token without the space before it, unless it is white space.
+    return {"guesses": [{"word": g["token_str"].strip() or g["token_str"], "score": g["score"]} for g in found]}
+
+
+def evaluate(
+    model: Path,
+    *,
+    data: Path | None = None,
+    task: str | None = None,
+    text: str = "text",
+    label: str = "label",
+    rows: int = 1024,
+    mask_share: float = 0.15,
+    console: Console,
+) -> dict[str, Any]:
+    """Compute perplexity on the corpus `data`, or scores on a task or a labeled table.
+
+    Options that have no effect are refused.
+    """
+    given = {"text": text != "text", "label": label != "label"}
+    values: dict[str, object] = {"text": text, "label": label, "rows": rows, "mask_share": mask_share}
+    if task is not None:
+        given = {"rows": rows != 1024, "mask_share": mask_share != 0.15}
+    for option in (option for option, changed in given.items() if changed):
+        where = "perplexity: name a task" if task is None else f"task={task!r}: it is for perplexity"
+        raise UserError(f"{option}={values[option]!r} has no effect on {where}")
+    if task is None:
+        if data is None:
+            raise UserError("data is missing: name a corpus of linformers prepare, or --task and its data")
+        return perplexity(model, data, console, rows, mask_share=mask_share)
+    check_classifier(model)
+    if not Path(task).suffix:
+        return score(model, tasks.load(task, data, text=text, label=label), console)
+    if data is not None:
+        raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
+    names = list(LinformerConfig.from_pretrained(model).id2label.values())
+    return score(model, tasks.load_rows(Path(task), text, label, names), console)
+
+
+def perplexity(
+    model: Path, data: Path, console: Console, rows: int = 1024, batch_size: int = 16, mask_share: float = 0.15
+) -> dict[str, Any]:
+    """Perplexity of masked tokens of a corpus's validation set, with the masks of pretraining."""
+    check_size("rows", rows)
+    check_share("mask_share", mask_share)
+    if purpose_of(model) != "fill-mask":
+        raise UserError(f"model={str(model)!r} is not a masked-language model, as perplexity needs")
+    corpus, tokenizer = Corpus.open(data), load_tokenizer(model)
+    if corpus.tokenizer_hash != tokenizer_hash(model):
+        raise UserError(f"data={str(data)!r} and model={str(model)!r} have different tokenizers")
+    corpus.verify()
+    network = _load(LinformerForMaskedLM, model)
+    dataset = validation_rows(corpus, tokenizer, tokenizer.model_max_length, rows, mask_share)
+    total, count = 0.0, 0
+    for batch in track(DataLoader(dataset, batch_size, collate_fn=already_batched), "rows", console=console):
+        with torch.no_grad():
+            loss = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}).loss
+        masked = int((batch["labels"] != IGNORED).sum())
+        total, count = total + loss.item() * masked, count + masked
+    result = {"perplexity": math.exp(total / count), "rows": len(dataset), "masked_tokens": count}
+    return {**result, "mask_share": mask_share}
+
+
+def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -> dict[str, Any]:
+    """Accuracy and F1 of a classifier on the test set of a task."""
+    check_classifier(model)
+    tokenizer = load_tokenizer(model)
+    names = list(LinformerConfig.from_pretrained(model).id2label.values())
+    if names != task.label_names:
+        raise UserError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
+    network = _load(LinformerForSequenceClassification, model)
+    max_length, logits, labels = tokenizer.model_max_length, [], []
+    rows: Any = longest_first(encode(task.test, tokenizer, max_length))
+    loader = DataLoader(rows, batch_size, collate_fn=lambda own: collate(own, tokenizer.pad_token_id, max_length))
+    for batch in track(loader, task.name, console=console):
+        labels.append(batch.pop("labels"))
+        with torch.no_grad():
+            inputs = {name: tensor.to(network.device) for name, tensor in batch.items()}
+            logits.append(network(**inputs).logits.float().cpu())
+    metrics = tasks.classification_metrics(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+    result = {**metrics, "f1_of": tasks.f1_of(names), "rows": len(task.test)}
+    return {**result, "reported_on": task.reported_on, "note": task.note}
+
+
+def check_classifier(model: Path) -> None:
+    if purpose_of(model) != "text-classification":
+        raise UserError(f"model={str(model)!r} is not a classifier: fine-tune it first")
+
+
+def purpose_of(model: Path) -> str:
+    """The task of transformers' pipelines that a saved model is for."""
+    check_model("model", model)
+    (architecture,) = LinformerConfig.from_pretrained(model).architectures or ["none"]
+    purposes = {"LinformerForMaskedLM": "fill-mask", "LinformerForSequenceClassification": "text-classification"}
+    if architecture not in purposes:
+        raise UserError(f"model={str(model)!r} is a {architecture}, not one of {', '.join(purposes)}")
+    return purposes[architecture]
+
+
+def _load(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
+    model = model_class.from_pretrained(folder, dtype=torch.float32)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

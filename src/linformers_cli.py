@@ -1,0 +1,380 @@
+"""The command line of linformers: one function per command, whose signature is the command's interface.
+
+This module stays outside the package because importing `linformers` also imports torch and transformers, which takes
+seconds. Each command imports what it needs after its arguments are parsed, so `--help` and a typo are answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Endings of the files that `prepare` reads: any other name that does not exist may be a dataset on the hub.
+TEXT_FILES = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
+
+FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
+FOLDER: dict[str, Any] = {"exists": True, "file_okay": False}
+
+Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkpoint from pretrain or finetune.")]
+StartModel = Annotated[
+    Path | None,
+    typer.Option(
+        **FOLDER, help="Folder of a model from pretrain or finetune.", show_default="the bundled English model"
+    ),
+]
+Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the data.")]
+TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
+LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
+Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
+Texts = Annotated[
+    list[Path], typer.Option(exists=True, help="File or folder of text, jsonl, csv or parquet; can be repeated.")
+]
+TextColumn = Annotated[str, typer.Option(help="Column of tables that holds the text.")]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens per passage, n.", show_default="512, or the model's maximum if smaller")
+]
+Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")]
+Sharing = Annotated[str, typer.Option(help="How E and F are shared: none, headwise, key-value or layerwise.")]
+Out = Annotated[Path, typer.Option(help="Output folder.")]
+
+
+class Commands(TyperGroup):
+    """Reports what the user can fix in one sentence; a bug of ours keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            errors = sys.modules.get("linformers.errors")  # not loaded: the command line itself was wrong
+            sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
+            if sentence is None:
+                raise
+            typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+            typer.echo(_as_typed(sentence, self.commands[ctx.invoked_subcommand].params), err=True)
+            raise typer.Exit(2) from None
+
+
+def _as_typed(sentence: str, parameters: list[Any]) -> str:
+    """Name options as the user types them: `batch_size=0` becomes `--batch-size 0`."""
+    for parameter in parameters:
+        option = parameter.opts[0]
+        if option.startswith("--"):
+            sentence = re.sub(rf"(?<![\w.-]){parameter.name}=", f"{option} ", sentence)
+    return sentence
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"linformers {version('linformers')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+) -> None:
+    """Linformer: self-attention with linear complexity."""
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str], typer.Argument(help="Files or folders of text, jsonl, csv or parquet; or datasets on the hub.")
+    ],
+    out: Annotated[Path, typer.Option(help="Output folder for the tokenizer and the tokens.")],
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 16384,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub name of a tokenizer to use instead of training one.")
+    ] = None,
+    validation: Annotated[list[str] | None, typer.Option(help="File or folder to hold out; can be repeated.")] = None,
+    validation_share: Annotated[float, typer.Option(help="Or share of documents to hold out.")] = 0.005,
+    text_column: TextColumn = "text",
+    tokenizer_documents: Annotated[int, typer.Option(min=1, help="Documents to train the tokenizer on.")] = 12000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
+) -> None:
+    """Turn raw text into a tokenizer and token shards for pretraining."""
+    _check_files("SOURCES", sources)
+    _check_files("--validation", validation or [])
+    from linformers.training import prepare
+
+    prepare.prepare(
+        sources,
+        out,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        validation=validation or (),
+        validation_share=validation_share,
+        text_column=text_column,
+        tokenizer_documents=tokenizer_documents,
+        workers=workers,
+        console=_console(),
+    )
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[Path, typer.Argument(**FILE, help="Recipe file, such as recipes/small/cpu.yaml.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the recipe: steps=100 model.projection=identity …")
+    ] = None,
+) -> None:
+    """Pretrain a model by masked-language modeling; run it again to continue from the newest checkpoint."""
+    from linformers.training import pretrain
+
+    raise typer.Exit(pretrain.pretrain(recipe, changes or [], console=_console(), command=_command()))
+
+
+@app.command()
+def finetune(
+    task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labeled csv, jsonl or parquet file.")],
+    out: Annotated[Path, typer.Option(help="Output folder for the results and the best model.")],
+    model: StartModel = None,
+    data: Data = None,
+    test: Annotated[Path | None, typer.Option(**FILE, help="Labeled file to report on, if TASK is a file.")] = None,
+    validation: Annotated[
+        Path | None, typer.Option(**FILE, help="Labeled file to select on, or to report on without --test.")
+    ] = None,
+    text: TextColumns = "text",
+    label: LabelColumn = "label",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
+    max_length: Annotated[int, typer.Option(help="Maximum tokens per text; 0 for the model's maximum.")] = 0,
+    precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
+    compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (on a GPU, if it pays).")] = "auto",
+) -> None:
+    """Fine-tune a model on a labeled task and report accuracy and F1 over several seeds."""
+    _check_files("TASK", [task])
+    from linformers import shipped
+    from linformers.training import finetune
+
+    code = finetune.finetune(
+        task,
+        out,
+        model=model or shipped.ENGLISH,
+        data=data,
+        test=test,
+        validation=validation,
+        text=text,
+        label=label,
+        seeds=seeds,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        max_length=max_length,
+        precision=precision,
+        compile=compile,
+        console=_console(),
+        command=_command(),
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def predict(
+    file: Annotated[
+        Path | None, typer.Argument(**FILE, help="File with one text per line.", show_default="standard input")
+    ] = None,
+    model: StartModel = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Each line holds two texts separated by a tab.")] = False,
+    best: Annotated[int, typer.Option(min=1, help="Number of guesses for a mask.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
+) -> None:
+    """Label each line of text, or fill in its <mask>, and print one JSON object per line."""
+    from linformers import shipped
+    from linformers.training import predict
+
+    _quiet()
+    predict.predict(model or shipped.ENGLISH, file, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Data = None,
+    task: Annotated[str | None, typer.Option(help="Task or labeled file to score instead of perplexity.")] = None,
+    text: TextColumns = "text",
+    label: LabelColumn = "label",
+    rows: Annotated[int, typer.Option(min=1, help="Number of validation rows for the perplexity.")] = 1024,
+    mask_share: Annotated[float, typer.Option(help="Share of tokens to mask for the perplexity.")] = 0.15,
+) -> None:
+    """Measure the perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
+    _check_files("--task", [task] if task else [])
+    from linformers.training import predict
+
+    progress = _console(stderr=True)
+    options: dict[str, Any] = {"text": text, "label": label, "rows": rows, "mask_share": mask_share}
+    _console().print_json(data=predict.evaluate(model, data=data, task=task, **options, console=progress))
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 600,
+    out: Out = Path("runs/demo"),
+) -> None:
+    """Measure and pretrain Linformers beside a Transformer: three to five minutes on two cores, offline."""
+    from linformers import demo
+
+    raise typer.Exit(demo.run(steps, out, _console()))
+
+
+@app.command()
+def bench(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths n, separated by commas.")] = "512,1024,2048,4096",
+    projected: Annotated[str, typer.Option(help="Projected lengths k, separated by commas.")] = "64,128,256",
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens per pass; 0 for one sequence per pass.")] = 8192,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size; each head has 64 channels.")] = 256,
+    task: Annotated[str, typer.Option(help="inference, training, or both separated by a comma.")] = "inference",
+    sharing: Sharing = "layerwise",
+    projection: Annotated[str, typer.Option(help="Projection: linear, mean, max or conv.")] = "linear",
+    dropout: Annotated[float, typer.Option(help="Dropout during training.")] = 0.0,
+    compile: Annotated[bool, typer.Option("--compile", help="Also measure compiled models; takes minutes.")] = False,
+    batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits on the GPU.")] = False,
+    memory: Annotated[int | None, typer.Option(min=1, help="GiB for the largest batch.", show_default="all")] = None,
+    windows: Annotated[str, typer.Option(help="Local windows w to measure too, separated by commas.")] = "",
+    models: Annotated[str, typer.Option(help="Models to measure.")] = "unfused,roberta,twin,linformer",
+    out: Out = Path("runs/bench"),
+) -> None:
+    """Measure time and memory over n and k, beside the Transformers you would use instead."""
+    n, k = whole_numbers("--lengths", lengths), whole_numbers("--projected", projected)
+    w = whole_numbers("--windows", windows) if windows else []
+    from linformers.benchmark import efficiency
+
+    efficiency.run(
+        n,
+        k,
+        windows=w,
+        tokens=tokens or None,
+        layers=layers,
+        hidden=hidden,
+        tasks=task.split(","),
+        models=models.split(","),
+        sharing=sharing,
+        projection=projection,
+        dropout=dropout,
+        compile=compile,
+        batches=batches,
+        memory=memory,
+        out=out,
+        command=_command(),
+        console=_console(),
+    )
+
+
+@app.command()
+def spectrum(
+    model: Encoder,
+    text: Texts,
+    length: Length = None,
+    sentences: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 1000,
+    at: Annotated[
+        int | None, typer.Option(help="Number of singular values whose share the heat map shows.", show_default="n/4")
+    ] = None,
+    seed: Seed = 0,
+    text_column: TextColumn = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")] = None,
+    out: Out = Path("runs/spectrum"),
+) -> None:
+    """Measure the singular values of P in each layer and head of an encoder, as in the paper's Figure 1."""
+    from linformers.analysis import spectrum
+
+    options: dict[str, Any] = {"length": length, "sentences": sentences, "at": at, "seed": seed}
+    options |= {"text_column": text_column, "workers": workers}
+    spectrum.run(model, list(map(str, text)), **options, out=out, command=_command(), console=_console())
+
+
+@app.command()
+def choose_k(
+    model: Encoder,
+    text: Texts,
+    energy: Annotated[float | None, typer.Option(help="Share of P's squared singular values to keep.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Or the mean k to spend.")] = None,
+    per: Annotated[str, typer.Option(help="Choose one k per layer or per head.")] = "layer",
+    sharing: Sharing = "headwise",
+    length: Length = None,
+    sentences: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 200,
+    seed: Seed = 0,
+    text_column: TextColumn = "text",
+    out: Out = Path("runs/choose-k"),
+) -> None:
+    """Choose a projected length k per layer or head from an encoder's spectra, and write a config to train."""
+    from linformers.analysis import choose_k
+
+    options: dict[str, Any] = {"energy": energy, "budget": budget, "per": per, "sharing": sharing, "length": length}
+    options |= {"sentences": sentences, "seed": seed, "text_column": text_column}
+    choose_k.run(model, list(map(str, text)), **options, out=out, command=_command(), console=_console())
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as `512,1024`, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{text!r} must be positive integers separated by commas.", param_hint=option)
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _check_files(option: str, names: list[str]) -> None:
+    """Refuse a missing file before the slow imports; a name without an ending may be a task or a dataset."""
+    for name in names:
+        if Path(name).suffix in TEXT_FILES and not Path(name).exists():
+            raise typer.BadParameter(f"File {name!r} does not exist.", param_hint=option)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    _quiet()
+    # A file gets no control characters, whatever FORCE_COLOR says.
+    return Console(stderr=stderr, force_terminal=(sys.stderr if stderr else sys.stdout).isatty())
+
+
+def _quiet() -> None:
+    """Silence transformers' progress bars and the hub client's retries: our own messages say what matters."""
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hub.set_verbosity_error()
+
+
+def _command() -> str:
+    return shlex.join(["linformers", *sys.argv[1:]])
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app(prog_name="linformers")
+    except SystemExit as ended:
+        # Under torchrun, threads of the process group may still hold tensors while Python shuts down, which aborts.
+        if isinstance(ended.code, int) and "TORCHELASTIC_RUN_ID" in os.environ:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ended.code)
+        raise

@@ -1,0 +1,38 @@
+"""Helpers of the kernel tests. Kernels run in Triton's interpreter, or compiled if there is a GPU."""
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+GPU_MARKS = [pytest.mark.gpu] if ON_GPU else []
+
+
+def head_tensors(*lengths, b=1, h=2, d=16, dtype=torch.float32):
+    """One leaf (b, h, length, d) for each length, with the strides that a layer gives to its heads."""
+    return [
+        torch.randn(b, length, h, d, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_() for length in lengths
+    ]
+
+
+def derive(function, inputs, gradient):
+    """The output (b, n, h, d) and the gradients of all inputs."""
+    output = function(*inputs)
+    return [output, *torch.autograd.grad(output, inputs, gradient)]
+
+
+def to_double(inputs):
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+def assert_all_close(results, expected, atol):
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.to(other.dtype), other, rtol=0, atol=atol)
+
+
+def assert_accuracy(results, torch_results, expected):
+    """Compare errors against float64: at most twice torch's error for the output, three times for gradients."""
+    rounding = torch.finfo(torch.float32).eps  # sums are float32, and torch's error may happen to be 0
+    for i, (result, other, exact) in enumerate(zip(results, torch_results, expected, strict=True)):
+        error, torch_error = ((x.double() - exact).norm() / exact.norm().clamp(min=1e-30) for x in (result, other))
+        assert error <= (3 if i else 2) * torch_error + rounding, (i, error, torch_error)

@@ -1,0 +1,52 @@
+"""The files around the package agree with each other."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import linformers
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+COMMANDS = [line.strip() for step in STEPS for line in step.get("run", "").splitlines()]
+
+
+def test_one_version():
+    assert "version" not in PROJECT
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == linformers.__version__
+
+
+def test_commands_of_ci_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    commands = [*COMMANDS, *(ROOT / ".ci" / "run").read_text().splitlines()]
+    targets = {target for command in commands for target in re.findall(r"^make (\w+)", command)}
+    assert targets == {"lint", "test", "common"}
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_ci_tests_the_lowest_versions():
+    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", requirement).groups() for requirement in PROJECT["dependencies"])
+    lowest, newest = WORKFLOW["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    assert f"torch=={bounds['torch']}.* " in lowest["requirements"]
+    assert f"transformers=={bounds['transformers']}.*" in lowest["requirements"]
+    assert newest["requirements"] == "--upgrade"
+    assert PROJECT["requires-python"] == f">={lowest['python']}"
+
+
+def test_pre_commit_runs_the_same_ruff():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]
+    assert f"ruff=={hooks['rev'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_every_dependency_is_pinned():
+    requirements = [
+        *PROJECT["dependencies"],
+        *(r for extra in PROJECT["optional-dependencies"].values() for r in extra),
+    ]
+    names = {re.match(r"[\w-]+", requirement).group() for requirement in requirements} - {"linformers"}
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert names <= pinned

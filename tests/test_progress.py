@@ -1,0 +1,42 @@
+"""Progress outside a terminal."""
+
+import io
+import signal
+
+import pytest
+from rich.console import Console
+
+from linformers.progress import SILENCE, progress, steps, stoppable
+
+
+def test_without_a_terminal_each_step_is_a_line():
+    console = Console(file=io.StringIO(), width=100)
+    with steps(console, 2) as begin:
+        begin("[a]")
+        begin("b")
+        assert console.file.getvalue() == "0/2 [a]\n1/2 b\n"  # b has begun and is not done
+    assert "2/2" in console.file.getvalue().splitlines()[-1]
+
+
+def test_without_a_terminal_long_work_reports_now_and_then():
+    console, now = Console(file=io.StringIO(), width=100), [0.0]
+    with progress(console) as bars:
+        bars.get_time = lambda: now[0]
+        task = bars.add_task("rows", total=10)
+        for _ in range(5):
+            bars.advance(task)
+            now[0] += SILENCE / 2
+        assert console.file.getvalue().split("\n") == ["1/10 rows", "3/10 rows", "5/10 rows", ""]
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_ends_the_work_with_a_sentence(number, error):
+    console, before = Console(file=io.StringIO()), signal.getsignal(signal.SIGTERM)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error), stoppable(console, lambda: "half is done"):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert console.file.getvalue() == "half is done\n"
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,144 @@
+"""Text and tables on disk: every type reads the same, and errors name the file."""
+
+import csv
+import gzip
+import json
+import lzma
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from linformers.errors import UserError
+from linformers.training.data import documents, file_type, find_files, open_text, rows
+
+TEXTS = ["First.\nTwo lines, one comma.", 'A "quoted" word and a\ttab', "Ünï¢ödé 漢字 🙂"]
+
+
+def write(path, texts=TEXTS):
+    """A table of texts, or a text, of the type that the name says."""
+    name = path.name.removesuffix(".gz").removesuffix(".xz")
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"id": range(len(texts)), "text": texts}), path)
+        return path
+    with opener(path, "wt", encoding="utf-8", newline="") as file:
+        if name.endswith(".jsonl"):
+            file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+        elif name.endswith((".csv", ".tsv")):
+            table = csv.writer(file, delimiter="\t" if name.endswith(".tsv") else ",")
+            table.writerows([["id", "text"], *enumerate(texts)])
+        else:
+            file.write(texts[0])
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.csv.xz"])
+def test_tables_read_the_same(name, tmp_path):
+    path = write(tmp_path / name)
+    assert list(documents(path)) == TEXTS
+    assert [str(row["id"]) for row in rows(path, ["id", "text"])] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz", "a.txt.xz"])
+def test_text_file_is_one_document(name, tmp_path):
+    assert list(documents(write(tmp_path / name))) == TEXTS[:1]
+
+
+def test_line_ends_stay(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n\nthree")
+    assert list(documents(tmp_path / "a.txt")) == ["one\r\ntwo\n\nthree"]
+
+
+def test_large_text_is_split_at_blank_lines(tmp_path):
+    text = "\n\n".join("word " * 100 for _ in range(5000))
+    (tmp_path / "a.txt").write_text(text)
+    pieces = list(documents(tmp_path / "a.txt"))
+    assert len(pieces) == 3
+    assert "".join(pieces) == text
+    assert all(piece.startswith("\n") for piece in pieces[1:])
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_byte_order_mark_is_not_text(name, tmp_path):
+    path = write(tmp_path / name)
+    expected = list(documents(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert list(documents(path)) == expected
+
+
+def test_empty_documents_are_skipped(tmp_path):
+    assert list(documents(write(tmp_path / "a.jsonl", ["a", "", None, " \n", "b"]))) == ["a", "b"]
+    (tmp_path / "a.txt").write_text(" \n")
+    assert list(documents(tmp_path / "a.txt")) == []
+
+
+def test_lone_surrogates_are_replaced(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d a character"}\n')
+    assert list(documents(tmp_path / "a.jsonl")) == ["half ? a character"]
+
+
+def test_folders_are_searched_in_order(tmp_path):
+    for name in ["b.txt", "a.csv", "deep/er/c.jsonl.gz", "image.png", "deep/notes.docx"]:
+        write(tmp_path / name)
+    found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path])]
+    assert found == ["a.csv", "b.txt", "deep/er/c.jsonl.gz"]
+    assert find_files([tmp_path / "b.txt", tmp_path / "a.csv"]) == [tmp_path / "b.txt", tmp_path / "a.csv"]
+    assert find_files(str(tmp_path / "b.txt")) == find_files(tmp_path / "b.txt") == [tmp_path / "b.txt"]
+    assert file_type(tmp_path / "deep/er/c.JSONL.gz") == ".jsonl"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text"', "line 2 is not JSON"),
+        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+        ("a.jsonl", b'{"body": "a"}\n', "no column 'text'; its columns are 'body'"),
+        ("a.csv", b"title,body\na,b\n", "no column 'text'; its columns are 'title', 'body'"),
+        ("a.txt.gz", gzip.compress(b"some text" * 1000, mtime=0)[:-20], "damaged"),
+        ("a.txt.gz", b"plain text", "damaged"),
+        ("a.txt.xz", b"plain text", "damaged"),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 9)[:-30], "damaged"),
+        ("a.txt", b"some text\n" * 9 + b"\x00\x8f", "NUL"),
+        ("a.md.gz", gzip.compress("some text".encode("utf-16"), mtime=0), "NUL"),
+        ("a.parquet", b"plain text", "damaged"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "content",
+)
+def test_damaged_file_is_named(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match="^" + str(tmp_path / name)) as error:
+        list(documents(tmp_path / name))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl.gz", "missing.parquet"])
+def test_unreadable_file_is_named(name, tmp_path):
+    with pytest.raises(UserError, match=name):
+        list(documents(tmp_path / name))
+
+
+def test_missing_column_of_parquet(tmp_path):
+    with pytest.raises(UserError, match="no column 'body'; its columns are 'id', 'text'"):
+        list(documents(write(tmp_path / "a.parquet"), "body"))
+
+
+def test_sources_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="no file of a known type"):
+        find_files([tmp_path])
+    with pytest.raises(UserError, match="does not exist"):
+        find_files([tmp_path / "none.txt"])
+    (tmp_path / "a.docx").write_text("a")
+    with pytest.raises(UserError, match=r"a\.docx' is not of a known type"):
+        find_files([tmp_path / "a.docx"])
+
+
+def test_files_are_closed_when_reading_stops(tmp_path):
+    path = write(tmp_path / "a.jsonl.gz")
+    with open_text(path) as file:
+        assert file.readline()
+    assert file.closed
+    reading = documents(path)
+    next(reading)
+    reading.close()  # an open file would warn, and a warning fails the test

@@ -1,0 +1,298 @@
+"""Pretraining: folders of runs, starting from a model, several processes, signals, and the whole command."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from linformers import LinformerForMaskedLM, LinformerForSequenceClassification
+from linformers.errors import UserError
+from linformers.training import checkpoints, pretrain
+from linformers.training.corpus import Corpus
+from linformers.training.prepare import prepare
+from linformers.training.trainer import read_metrics
+
+from ..forks import Command, in_two
+from . import sharding, small
+
+ROOT = Path(__file__).parents[2]
+# Each process draws its own dropout, so only runs without it are the same in one and two processes.
+SAME = {"model": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "steps": 20, "log_every": 1}
+
+
+def refused(message):
+    return pytest.raises(UserError, match=re.escape(message))
+
+
+def write(recipe, folder):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def first(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("first")
+    assert small.train(small.recipe(corpus, out)) == 0
+    return out
+
+
+def other_corpus(corpus, folder, **options):
+    """A part of the text of a corpus."""
+    lines = (corpus.parent / "text.jsonl").read_text().splitlines()[:150]
+    (folder / "other.jsonl").write_text("\n".join(lines) + "\n")
+    prepare([str(folder / "other.jsonl")], folder / "other", validation_share=0.1, console=small.QUIET, **options)
+    return folder / "other"
+
+
+def test_results(first, corpus):
+    assert {"checkpoint-20", "checkpoint-24", "curve.png", "metrics.jsonl", "model", "tensorboard"} <= {
+        path.name for path in first.iterdir()
+    }
+    records = small.read_metrics(first)
+    assert [record["step"] for record in records if "loss" in record] == list(range(3, 25, 3))
+    assert [record["step"] for record in records if "perplexity" in record] == [8, 16, 24]
+    assert all(record["tokens_per_second"] > 0 for record in records if "loss" in record)
+    card = (first / "model" / "README.md").read_text()
+    assert f"{records[-1]['perplexity']:.2f}" in card
+    assert f"data: {corpus}" in card
+    assert LinformerForMaskedLM.from_pretrained(first / "model").config.max_position_embeddings == 32
+
+
+def test_output_in_a_file_has_no_control_characters(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    file = io.StringIO()
+    own = write(small.recipe(corpus, tmp_path / "run", steps=8), tmp_path)
+    assert pretrain.pretrain(own, ["log_every=1"], console=Console(file=file), command="") == 0
+    lines = file.getvalue().splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 9  # eight log entries and one validation
+    assert "\r" not in file.getvalue()
+    assert "\x1b[2K" not in file.getvalue()
+
+
+def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
+    with refused("holds no corpus"):
+        small.train(small.recipe(tmp_path / "nowhere", tmp_path / "out"))
+    with refused("rows of 16384 need at least"):
+        small.train(small.recipe(corpus, tmp_path / "out", model={"max_position_embeddings": 16384}))
+    data = Path(shutil.copytree(corpus, tmp_path / "data"))
+    content = bytearray((data / "train-00000.bin").read_bytes())
+    content[100] ^= 1
+    (data / "train-00000.bin").write_bytes(content)
+    with refused("train-00000.bin is damaged"):
+        small.train(small.recipe(data, tmp_path / "out"))
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_folder_of_another_run(corpus, tmp_path):
+    out = tmp_path / "run"
+    with checkpoints.locked(make(out)), refused("is in use by another process"):
+        small.train(small.recipe(corpus, out))
+    assert small.train(small.recipe(corpus, out, steps=4)) == 0
+    with refused("learning_rate was 0.003 and is now 0.1"):
+        small.train(small.recipe(corpus, out, steps=4, learning_rate=0.1))
+    with refused("model.projected_length was 8 and is now 4"):
+        small.train(small.recipe(corpus, out, steps=4, model={"projected_length": 4}))
+    assert small.train(small.recipe(corpus, out, steps=4, workers=1, log_every=1)) == 0
+    assert [record["step"] for record in read_metrics(out)] == [3, 4, 4]
+    for name, options in (("corpus", {"tokenizer": str(corpus / "tokenizer")}), ("tokenizer", {"vocab_size": 290})):
+        other = other_corpus(corpus, make(tmp_path / name), **options)
+        with refused(f"data='{other}' has another {name} than the run"):
+            small.train(small.recipe(other, out, steps=4))
+
+
+def make(folder):
+    folder.mkdir()
+    return folder
+
+
+def test_warnings(corpus, tmp_path):
+    rows = Corpus.open(corpus).manifest["splits"]["train"]["tokens"] // 32
+    arguments = pretrain.training_arguments(small.recipe(corpus, tmp_path))
+
+    def warnings(**fields):
+        return " ".join(pretrain._warnings(small.recipe(corpus, tmp_path, **fields), Corpus.open(corpus), arguments))
+
+    assert "warmup_steps=4" in warnings(steps=2)
+    assert warnings(batch_size=rows) == ""
+    assert f"batch_size={rows + 1} exceeds the {rows} rows" in warnings(batch_size=rows + 1)
+
+
+# Starting from a model.
+
+
+def start_of(recipe):
+    """The model before the first step."""
+    return pretrain.make_trainer(recipe, Corpus.open(Path(recipe.data)), pretrain.training_arguments(recipe)).model
+
+
+def test_start_from_a_model(first, corpus, tmp_path):
+    own = small.recipe(corpus, tmp_path / "run", start=str(first / "model"), learning_rate=1e-6, warmup_steps=0)
+    saved = LinformerForMaskedLM.from_pretrained(first / "model").state_dict()
+    for name, tensor in start_of(own).state_dict().items():
+        torch.testing.assert_close(tensor.cpu(), saved[name], rtol=0, atol=0)
+    assert small.train(own) == 0
+    before, after = (small.read_metrics(out)[-1]["perplexity"] for out in (first, tmp_path / "run"))
+    assert after == pytest.approx(before, rel=1e-2)  # the learning rate is tiny
+    new = next(r["perplexity"] for r in small.read_metrics(first) if "perplexity" in r)
+    assert before < 0.9 * new
+
+
+def test_start_with_other_text(first, corpus, tmp_path):
+    data = other_corpus(corpus, tmp_path, tokenizer=str(first / "model"))
+    assert small.train(small.recipe(data, tmp_path / "run", start=str(first / "model"), steps=2)) == 0
+
+
+def test_start_from_a_twin(corpus, tmp_path):
+    twin = small.recipe(corpus, tmp_path / "twin", steps=2, model={"projection": "identity"})
+    assert small.train(twin) == 0
+    saved = LinformerForMaskedLM.from_pretrained(tmp_path / "twin" / "model").state_dict()
+    state = start_of(small.recipe(corpus, tmp_path / "run", start=str(tmp_path / "twin" / "model"))).state_dict()
+    new = {name for name, tensor in state.items() if name not in saved or (tensor.cpu() != saved[name]).any()}
+    assert len(new) == 1
+    assert "projections." in new.pop()
+
+
+def test_wrong_starts(first, corpus, tmp_path):
+    start = str(first / "model")
+
+    def train(**fields):
+        small.train(small.recipe(corpus, tmp_path / "run", **{"start": start, **fields}))
+
+    with refused("start='nowhere' holds no model"):
+        train(start="nowhere")
+    with refused(f"start={start!r} has hidden_size=16, not 32"):
+        train(model={"hidden_size": 32})
+    with refused("n=32"):
+        train(model={"max_position_embeddings": 64})
+    LinformerForSequenceClassification.from_pretrained(start).save_pretrained(tmp_path / "classifier")
+    shutil.copy(first / "model" / "tokenizer.json", tmp_path / "classifier")
+    with refused("is a ['LinformerForSequenceClassification'], not a LinformerForMaskedLM"):
+        train(start=str(tmp_path / "classifier"))
+    data = other_corpus(corpus, tmp_path, vocab_size=280)
+    with refused(f"start={start!r} have different tokenizers"):
+        small.train(small.recipe(data, tmp_path / "run", start=start))
+
+
+def test_start_with_other_weights_than_the_run(first, corpus, tmp_path):
+    model = Path(shutil.copytree(first / "model", tmp_path / "model"))
+    own = small.recipe(corpus, tmp_path / "run", start=str(model), steps=4)
+    assert small.train(own) == 0
+    network = LinformerForMaskedLM.from_pretrained(model)
+    with torch.no_grad():
+        network.get_input_embeddings().weight.add_(0.01)
+    network.save_pretrained(model)
+    with refused(f"start={str(model)!r} has another weights"):
+        small.train(own)
+
+
+# Several processes.
+
+
+def torchrun(recipe, folder):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "linformers"]
+    command = [*launch, "pretrain", str(write(recipe, folder))]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def run_in_two(target, folder):
+    """As torchrun does, without importing everything twice."""
+    log = folder / "log"
+    assert in_two(target, log) == 0, log.read_text()[-3000:]
+
+
+def losses(out):
+    return [record["loss"] for record in read_metrics(out) if "loss" in record]
+
+
+def test_error_in_two_processes(tmp_path):
+    assert in_two(Command(["pretrain", "nowhere.yaml"]), tmp_path / "log") == 2
+    assert "recipe 'nowhere.yaml' does not exist" in (tmp_path / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def single(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("single")
+    assert small.train(small.recipe(corpus, out, **SAME)) == 0
+    return out
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["DDP", "FSDP"])
+def test_two_processes_equal_one(corpus, single, shard, tmp_path):
+    recipe = small.recipe(corpus, tmp_path / "run", **SAME, shard=shard, rows_at_once=2)
+    run_in_two(Command(["pretrain", str(write(recipe, tmp_path))]), tmp_path)
+    assert len(losses(tmp_path / "run")) == 20
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), abs=1e-5)
+    last = [read_metrics(out)[-1]["eval_loss"] for out in (tmp_path / "run", single)]
+    assert last[0] == pytest.approx(last[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, "FSDP"), ("FSDP", 1)], ids=str)
+def test_resume_with_other_processes(corpus, single, before, after, tmp_path):
+    """Ten steps by one kind of run, ten by another."""
+    out = tmp_path / "run"
+
+    def train(kind):
+        recipe = small.recipe(corpus, out, **SAME, shard=kind == "FSDP", save_every=10)
+        if kind == 1:
+            assert small.train(recipe) == 0
+        else:
+            run_in_two(Command(["pretrain", str(write(recipe, tmp_path))]), tmp_path)
+
+    train(before)
+    shutil.rmtree(out / "model")
+    shutil.rmtree(out / "checkpoint-20")
+    assert (out / "checkpoint-10").exists()
+    train(after)
+    assert losses(out) == pytest.approx(losses(single), abs=1e-5)
+
+
+def test_sharding(corpus, tmp_path):
+    with refused("shard=true needs several processes"):
+        small.train(small.recipe(corpus, tmp_path, shard=True))
+    run_in_two(sharding.main, tmp_path)
+
+
+def test_signal_stops_all_processes_after_the_same_step(corpus, tmp_path):
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    options = {**SAME, "steps": 100, "save_every": 1000, "eval_every": 1000}
+    assert small.train(small.recipe(corpus, straight, **options)) == 0
+    recipe = small.recipe(corpus, out, **options, rows_at_once=1)
+    process = torchrun(recipe, tmp_path)
+    while process.poll() is None and not losses(out):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert checkpoints.step_of(checkpoint) < 100
+    run_in_two(Command(["pretrain", str(write(recipe, tmp_path))]), tmp_path)
+    assert losses(out) == pytest.approx(losses(straight), abs=1e-4)
+
+
+def test_signal_to_a_process_group_saves(corpus, tmp_path):
+    """Schedulers also send it to the processes that load data."""
+    own = small.recipe(corpus, tmp_path / "run", steps=5000, workers=2, log_every=5, save_every=10_000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "linformers", "pretrain", str(write(own, tmp_path))],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while process.poll() is None and len(small.read_metrics(tmp_path / "run")) < 2:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors[-2000:]
+    assert checkpoints.newest_intact(tmp_path / "run", print) is not None
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["kind"] == "pretrain"

@@ -1,0 +1,222 @@
+"""A run that is interrupted and goes on equals one that was not, bit for bit."""
+
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from linformers.errors import UserError
+from linformers.training import checkpoints, pretrain
+from linformers.training.trainer import ExactTrainer, read_metrics
+
+from . import small
+
+SETTINGS = [
+    {"precision": "float32"},
+    {"precision": "float32", "workers": 2},
+    {"precision": "bf16", "rows_at_once": 2},
+    {"precision": "bf16", "rows_at_once": 4, "workers": 1, "gradient_checkpointing": True},
+]
+
+
+class SignalAt(TrainerCallback):
+    """Sends this process a signal within the given step."""
+
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def interrupt(monkeypatch, step, number=signal.SIGTERM):
+    """Make the next run receive a signal; the function returned takes that back, and nothing else."""
+    original = pretrain.make_trainer
+
+    def make_trainer(*args):
+        trainer = original(*args)
+        trainer.add_callback(SignalAt(step, number))
+        return trainer
+
+    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
+    return lambda: monkeypatch.setattr(pretrain, "make_trainer", original)
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    """The uninterrupted run of each setting."""
+    runs = {}
+
+    def run(setting):
+        key = json.dumps(setting)
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("straight")
+            assert small.train(small.recipe(corpus, runs[key], **setting)) == 0
+        return runs[key]
+
+    return run
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
+def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path, monkeypatch):
+    steps = sorted(random.Random(repr(setting)).sample(range(23), 10))
+    for step in steps:
+        restore = interrupt(monkeypatch, step)
+        assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGTERM
+        restore()
+        assert (tmp_path / f"checkpoint-{step + 1}").exists()
+    assert small.train(small.recipe(corpus, tmp_path, **setting)) == 0
+    small.assert_same_run(tmp_path, straight(setting))
+
+
+def test_runs_differ_where_they_should(corpus, straight, tmp_path):
+    """Another seed is another run, so that the comparison can fail."""
+    small.train(small.recipe(corpus, tmp_path, **SETTINGS[0], seed=1))
+    with pytest.raises(AssertionError):
+        small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+def test_intervals_may_change(corpus, tmp_path, monkeypatch):
+    """Whoever has lost work wants checkpoints more often from then on."""
+    restore = interrupt(monkeypatch, 2)
+    assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
+    restore()
+    assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=2, keep=9, log_every=1)) == 0
+    assert sorted(map(checkpoints.step_of, checkpoints.list_checkpoints(tmp_path))) == [3, 4, 6, 8, 9]
+    assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
+
+
+def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monkeypatch):
+    """transformers would give each of them the batch of the recipe, and all rows twice to two of them."""
+    expected, original = straight(SETTINGS[0]), pretrain.training_arguments
+
+    def with_two_gpus(recipe):
+        arguments = original(recipe)
+        assert arguments.device.type  # which counts them
+        arguments._n_gpu = 2
+        return arguments
+
+    monkeypatch.setattr(pretrain, "training_arguments", with_two_gpus)
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, expected)
+
+
+def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
+    """One that does not see the checkpoints would begin anew, and all would mix gradients of different steps."""
+    monkeypatch.setattr(ExactTrainer, "gather", lambda self, value: [value, 7])
+    with pytest.raises(UserError, match=r"the processes see finished models: 0 and 7 in out="):
+        small.train(small.recipe(corpus, tmp_path))
+
+
+def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):
+    interrupt(monkeypatch, 7, signal.SIGINT)
+    assert small.train(small.recipe(corpus, tmp_path)) == 130
+    assert (tmp_path / "checkpoint-8").exists()
+
+
+def test_a_signal_in_the_last_step_is_not_lost(corpus, straight, tmp_path, monkeypatch):
+    restore = interrupt(monkeypatch, 23)
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 128 + signal.SIGTERM
+    restore()
+    assert not (tmp_path / "model").exists()
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+def test_finished_run_is_left_alone(corpus, straight):
+    out = straight(SETTINGS[0])
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert small.train(small.recipe(corpus, out, **SETTINGS[0])) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
+    import pickle
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("pickle")
+
+    restore = interrupt(monkeypatch, 9)
+    for module, names in (
+        (torch, ("load", "save")),
+        (pickle, ("load", "loads", "dump", "dumps", "Pickler", "Unpickler")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    restore()
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+    suffixes = {
+        path.suffix for folder in (*tmp_path.glob("checkpoint-*"), tmp_path / "model") for path in folder.iterdir()
+    }
+    assert suffixes == {".safetensors", ".json", ".md"}
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
+    """In step 13: the weights are those after step 12, and the run goes on from its last checkpoint once mended."""
+    original, seen = pretrain.make_trainer, {}
+
+    def make_trainer(*args):
+        trainer = original(*args)
+        compute_loss = trainer.compute_loss
+
+        def poisoned(*args, **kwargs):
+            loss = compute_loss(*args, **kwargs)
+            if not trainer.model.training or trainer.state.global_step != 12:
+                return loss
+            seen["weights"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+            return loss * poison
+
+        trainer.compute_loss = poisoned
+        seen["model"] = trainer.model
+        return trainer
+
+    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(UserError, match=r"not finite in step 13 \(rows 96 to 103\).* step 10"):
+        small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    for name, parameter in seen["model"].named_parameters():
+        assert torch.equal(parameter, seen["weights"][name])
+    monkeypatch.setattr(pretrain, "make_trainer", original)
+    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
+    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch, deterministic):
+    seen = []
+    monkeypatch.setattr(
+        pretrain, "_train", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or 0
+    )
+    small.train(small.recipe(corpus, tmp_path, deterministic=deterministic))
+    assert seen == [deterministic]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users
+def test_compiled_training_is_the_same_training(corpus, tmp_path):
+    """Layers of equal sizes are one graph, or two, and all parts together train as they do uncompiled."""
+    model = {"num_hidden_layers": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    losses = []
+    for choice in ("no", "yes"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        own = small.recipe(corpus, tmp_path / choice, compile=choice, model=model, steps=6, precision="float32")
+        assert small.train(own) == 0
+        losses.append([record["loss"] for record in read_metrics(tmp_path / choice) if "loss" in record])
+    # Embeddings, projections, the first layer and those with shifted windows, the head and the loss (whose sizes become
+    # variable in a second one), in training and in evaluation.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 13
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    # Whoever loads the model finds nothing of it.
+    plain, compiled = (load_file(tmp_path / choice / "model" / "model.safetensors") for choice in ("no", "yes"))
+    assert plain.keys() == compiled.keys()
