@@ -8,8 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["linformers.cli", "linformers.training.predict"])
+
+def context() -> multiprocessing.context.BaseContext:
+    """Processes are forks of a server that has imported the command line."""
+    own = multiprocessing.get_context("forkserver")
+    own.set_forkserver_preload(["linformers.cli", "linformers.training.predict"])
+    return own
 
 
 class Forked:
@@ -23,7 +27,7 @@ class Forked:
 
     def __init__(self, target: Callable[[], None], log: Path, environment: dict[str, str] | None = None) -> None:
         arguments = (target, str(log), str(Path.cwd()), environment or {})
-        self.process = CONTEXT.Process(target=_start, args=arguments)
+        self.process = context().Process(target=_start, args=arguments)
         self.process.start()
 
     @property
