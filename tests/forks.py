@@ -8,12 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-
-def context() -> multiprocessing.context.BaseContext:
-    """Processes are forks of a server that has imported the command line."""
-    own = multiprocessing.get_context("forkserver")
-    own.set_forkserver_preload(["linformers.cli", "linformers.training.predict"])
-    return own
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["linformers.training.finetune", "linformers.training.predict"])
 
 
 class Forked:
@@ -27,7 +23,7 @@ class Forked:
 
     def __init__(self, target: Callable[[], None], log: Path, environment: dict[str, str] | None = None) -> None:
         arguments = (target, str(log), str(Path.cwd()), environment or {})
-        self.process = context().Process(target=_start, args=arguments)
+        self.process = CONTEXT.Process(target=_start, args=arguments)
         self.process.start()
 
     @property

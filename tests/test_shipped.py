@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from linformers.cli import app
 from safetensors import safe_open
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 import linformers
 from linformers import demo
 from linformers.training.finetune import load_model
+from linformers_cli import app
 
 # The word in braces is masked. What comes before and after decides: grammar, idiom, what the sentence is about.
 SENTENCES = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -224,6 +225,15 @@ class LinformerConfig(PreTrainedConfig):
         """The shortest n of at least `length` tokens that is valid with this config's k."""
         unit = math.lcm(*itertools.chain(*self.projected_lengths)) if self.projection in WINDOWED else 1
         return math.ceil(length / unit) * unit
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the config with explicit values of k and c, because the weights beside it were trained with them."""
+        saved = copy.deepcopy(self)
+        if self.projection not in FIXED_LENGTHS:
+            saved.projected_length = self.projected_length or self.largest_projected_length
+        if self.projection == "linear":
+            saved.projection_scale = self.resolved_projection_scale
+        super(LinformerConfig, saved).save_pretrained(*args, **kwargs)
 
     def check(self) -> None:
         """Raise a `UserError` that names the first invalid field or combination of fields."""

@@ -243,24 +243,6 @@ class LinformerPreTrainedModel(PreTrainedModel):
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save a model; see `PreTrainedModel.save_pretrained`.
-
-        The saved config has the values of k and `projection_scale` that the weights were trained with, even where they
-        were left to their defaults.
-        """
-        config, projections = self.config, self.base_model.projections
-        left_open = {name: getattr(config, name) for name in ("projected_length", "projection_scale")}
-        try:
-            if config.projection == "linear":
-                config.projection_scale = projections.scale
-            if config.projected_length is None and config.projection not in ("identity", "none"):
-                config.projected_length = config.largest_projected_length
-            super().save_pretrained(*args, **kwargs)
-        finally:
-            for name, value in left_open.items():
-                setattr(config, name, value)
-
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.
 

@@ -399,7 +399,6 @@ class Projections(nn.ModuleList):
     ) -> None:
         super().__init__()
         self.max_length = max_length
-        self.scale = scale
         self.shifts = tuple(shifts)
         self.groups = [group_heads(lengths) for lengths in projected_lengths]  # (k, heads) of each layer
         self.owners: list[tuple[list[int], list[int]]] = []  # the module of each group, for E and F of each layer

@@ -212,7 +212,7 @@ def test_predict(finished, model, task):
     (row,) = (json.loads(line) for line in out.getvalue().splitlines())
     assert len(row["guesses"]) == 3
     assert 1 > row["guesses"][0]["score"] >= row["guesses"][1]["score"] > 0
-    assert [inference._word(token) for token in (" fox", "fox", "\n", " ")] == ["fox", "fox", "\n", " "]
+    assert [predict._word(token) for token in (" fox", "fox", "\n", " ")] == ["fox", "fox", "\n", " "]
 
 
 def test_long_lines_are_cut_and_blank_ones_have_no_label(finished):

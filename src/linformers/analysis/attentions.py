@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..checks import check_no_run, check_size
 from ..errors import UserError
-from ..training import sources
+from ..training import data
 
 # Passages are shuffled in pools of this many tokens, so that a few passages need not read all texts.
 POOL_TOKENS = 2**21
@@ -102,8 +102,8 @@ def passages(
         )
 
     def cut() -> Iterator[np.ndarray]:
-        files = sources.find_files(texts, "text")
-        for document in (text for path in files for text in sources.documents(path, text_column)):
+        files = data.find_files(texts, "text")
+        for document in (text for path in files for text in data.documents(path, text_column)):
             encoded = tokenizer(
                 document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False
             )["input_ids"]
