@@ -1,4 +1,4 @@
-"""torch.compile without graph breaks, torch.export and ONNX for lengths and batches never seen."""
+"""torch.compile without graph breaks; torch.export and ONNX for lengths and batch sizes never seen."""
 
 import logging
 
@@ -16,12 +16,12 @@ from linformers import (
 
 from . import modes
 
-# torch's compiler uses what torch itself has deprecated.
+# torch's compiler uses deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-# Where nothing is learned, all ways of sharing are one.
-LEARNED = ("linear", "conv", "dynamic")
+# Without learned weights, sharing makes no difference.
+LEARNED = ("linear", "conv")
 DISTINCT = [mode for mode in modes.UNIFORM if mode["projection"] in LEARNED or mode["sharing"] == "layerwise"]
 KINDS = [modes.light(mode) for mode in modes.KINDS]
 EVERY = [modes.light(mode) for mode in DISTINCT + modes.GAUSSIAN + modes.NON_UNIFORM + modes.LOCAL]
@@ -29,7 +29,7 @@ OTHERS = [mode for mode in EVERY if mode not in KINDS]
 
 
 def model_of(mode):
-    return modes.randomised(LinformerForMaskedLM(modes.config(**mode)))
+    return modes.randomized(LinformerForMaskedLM(modes.config(**mode)))
 
 
 def inputs_of(batch, length, masked=True):
@@ -56,15 +56,15 @@ def test_two_graphs_for_all_lengths(mode):
 
 @pytest.mark.parametrize("mode", KINDS, ids=modes.name)
 def test_few_graphs_for_all_batches_and_uses(mode):
-    """Lengths and batches that both change, first without a mask, then with labels: a graph or two for each."""
+    """Lengths and batch sizes both change, first without a mask, then with labels: a graph or two for each use."""
     torch._dynamo.reset()
     model, counter = model_of(mode), CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for masked, labelled in ((False, False), (True, False), (True, True)):
+    for masked, labeled in ((False, False), (True, False), (True, True)):
         before = counter.frame_count
         for batch, length in ((3, 5), (2, 4), (4, 9), (5, 7), (2, 2), (7, 11)):
             inputs = inputs_of(batch, length, masked)
-            if labelled:
+            if labeled:
                 inputs["labels"] = inputs["input_ids"]
             mask = inputs["attention_mask"].bool() if masked else torch.ones(batch, length, dtype=torch.bool)
             with torch.no_grad():
@@ -89,7 +89,7 @@ def test_compiled_gradients(mode):
 
 @pytest.mark.slow
 def test_inductor():
-    """Layers that differ are compiled by it, with their gradients, where training is."""
+    """The default backend; the tests of training compile layers with it as well, with their gradients."""
     torch._dynamo.reset()
     model = model_of({"num_hidden_layers": 1})
     compiled = torch.compile(model, fullgraph=True)
@@ -123,9 +123,9 @@ HEADS = [LinformerForSequenceClassification, LinformerForTokenClassification, Li
 
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head.__name__)
 def test_heads(head):
-    """Two graphs for all sizes, and one that is exported."""
+    """Two graphs for all sizes, and one exported graph."""
     torch._dynamo.reset()
-    model, counter = modes.randomised(head(modes.config())), CompileCounterWithBackend("eager")
+    model, counter = modes.randomized(head(modes.config())), CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     example = inputs_of(3, 6)
     exported = torch.export.export(model, (), example, dynamic_shapes=dynamic(example)).module()
@@ -134,7 +134,7 @@ def test_heads(head):
         with torch.no_grad():
             expected = model(**inputs)[0]
             torch.testing.assert_close(exported(**inputs)[0], expected, rtol=0, atol=1e-5)
-            if batch > 1 and length > 1:  # a size of 1 is a graph of its own
+            if batch > 1 and length > 1:  # a size of 1 has a graph of its own
                 torch.testing.assert_close(compiled(**inputs)[0], expected, rtol=0, atol=1e-5)
     assert counter.frame_count <= 2
 
@@ -142,7 +142,7 @@ def test_heads(head):
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no-mask"])
 @pytest.mark.parametrize("mode", [{"local_window": [1, 70]}, {"projection": "none", "local_window": 3}], ids=modes.name)
 def test_export_for_a_range_of_lengths(mode, masked):
-    """Whether lengths fill the blocks in which local windows are computed or not, one graph serves all of them."""
+    """One graph for all lengths, whether or not they fill the blocks of a local window."""
     model, example = model_of({**mode, "max_position_embeddings": 144}), inputs_of(3, 100, masked)
     batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", min=2, max=144)
     shapes = {name: {0: batch, 1: length} for name in example}

@@ -1,4 +1,6 @@
-"""RoBERTa's weights in the twin give what RoBERTa gives."""
+"""RoBERTa's weights in the Transformer twin give RoBERTa's outputs."""
+
+import re
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from transformers import (
     RobertaModel,
 )
 
-from linformers.convert import from_roberta
-from linformers.projections import window_matrix
+from linformers import LinformerModel
+from linformers.convert import SAME_FIELDS, from_roberta
+from linformers.errors import UserError
+
+from . import modes
 
 
 def roberta(model_class, **fields):
@@ -27,14 +32,6 @@ def roberta(model_class, **fields):
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("orm.weight" in name), std=0.2)
     return model
-
-
-def test_a_dynamic_projection_knows_the_positions_of_roberta():
-    own = roberta(RobertaModel, max_position_embeddings=130, hidden_size=64)
-    model = from_roberta(own, projection="dynamic", projected_length=32)
-    positions, S = model.embeddings.position_embeddings.weight, model.projections[0].weight
-    E = (torch.nn.functional.layer_norm(positions, positions.shape[-1:]) @ S).softmax(0)  # (n, k)
-    assert (E * (window_matrix(128, 32, 128) > 0)).sum(0).mean() > 0.5  # chance is 1/32
 
 
 def padded_batch():
@@ -79,7 +76,7 @@ def test_sequence_head():
     original = roberta(RobertaForSequenceClassification, id2label={0: "a", 1: "b", 2: "c"})
     ids, mask = padded_batch()
     result = from_roberta(original)
-    rows = [1, 2, 3]  # RoBERTa reads the first position, also where padding stands there
+    rows = [1, 2, 3]  # RoBERTa uses the first position, even if it is padding
     torch.testing.assert_close(result(ids, mask).logits[rows], original(ids, mask).logits[rows], rtol=0, atol=1e-5)
     assert result.config.id2label == {0: "a", 1: "b", 2: "c"}
 
@@ -88,7 +85,7 @@ def test_linformer_with_the_weights_of_roberta():
     original = roberta(RobertaForMaskedLM)
     model = from_roberta(original, projection="linear", projected_length=23, sharing="layerwise")
     ids = torch.randint(3, 31, (2, 19))
-    # At k = n windows hold one token each, so this Linformer starts as RoBERTa.
+    # With k = n each window is one token, so this Linformer starts as RoBERTa.
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=1e-5)
     assert from_roberta(original, projection="linear", projected_length=5)(ids).logits.shape == (2, 19, 31)
     # A window that sees everything, and no projected keys.
@@ -99,16 +96,7 @@ def test_linformer_with_the_weights_of_roberta():
 def test_fields_are_those_of_roberta():
     original = roberta(RobertaForSequenceClassification, hidden_dropout_prob=0.3, classifier_dropout=0.2)
     config = from_roberta(original).config
-    fields = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "hidden_act",
-    )
-    rest = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "layer_norm_eps", "num_labels")
-    for field in (*fields, *rest, "pad_token_id", "bos_token_id", "eos_token_id", "type_vocab_size", "id2label"):
+    for field in (*SAME_FIELDS, "num_labels"):
         assert getattr(config, field) == getattr(original.config, field)
     assert from_roberta(original, hidden_dropout_prob=0.0).config.hidden_dropout_prob == 0.0
 
@@ -134,3 +122,29 @@ def test_dtype_and_mode_are_kept():
     model = from_roberta(roberta(RobertaModel).bfloat16().train())
     assert model.dtype == torch.bfloat16
     assert model.training
+
+
+def test_another_architecture_is_refused():
+    with pytest.raises(UserError, match="from_roberta takes one of RobertaModel, "):
+        from_roberta(LinformerModel(modes.config()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "fragment"),
+    [
+        ({"is_decoder": True}, {}, "the RoBERTa model has is_decoder=True"),
+        ({"pad_token_id": None}, {}, "the RoBERTa model has pad_token_id=None"),
+        ({}, {"hidden_size": 32}, "hidden_size=32 cannot be"),
+        ({}, {"norm_first": True}, "norm_first=True cannot be"),
+        ({}, {"num_labels": 2}, "num_labels=2 cannot be"),
+        ({}, {"projected_length": 4}, "projected_length=4 has no effect"),
+        ({}, {"sharing": "none", "projection": "identity"}, "sharing='none' has no effect"),
+        ({}, {"projecton": "linear"}, "did you mean 'projection'?"),
+        ({}, {"k": 3}, "did you mean 'projected_length'?"),
+        ({}, {"nonsense": 3}, "nonsense=3 is not a field of LinformerConfig"),
+    ],
+    ids=str,
+)
+def test_invalid_changes_are_named(fields, changes, fragment):
+    with pytest.raises(UserError, match=re.escape(fragment)):
+        from_roberta(roberta(RobertaModel, **fields), **changes)

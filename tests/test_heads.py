@@ -1,9 +1,10 @@
-"""The heads: their losses written out by hand, and what dropout and norms do where they stand."""
+"""The heads: their losses written out by hand, pooling, labels, and how outputs are returned."""
+
+import re
 
 import pytest
 import torch
-from accelerate.utils import send_to_device
-from linformers.heads import mean_of_real_tokens
+from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from linformers import (
     LinformerForMaskedLM,
@@ -12,13 +13,26 @@ from linformers import (
     LinformerForTokenClassification,
     LinformerModel,
 )
+from linformers.errors import UserError
+from linformers.modeling import mean_of_real_tokens
 
 from . import modes
-from .naive import naive_attention
+
+HEADS = [
+    LinformerForMaskedLM,
+    LinformerForSequenceClassification,
+    LinformerForTokenClassification,
+    LinformerForQuestionAnswering,
+]
+ONES = torch.ones(2, 12, dtype=torch.long)
 
 
 def model_of(model_class, **fields):
-    return modes.randomised(model_class(modes.config(**fields)))
+    return modes.randomized(model_class(modes.config(**fields)))
+
+
+def classifier(**fields):
+    return model_of(LinformerForSequenceClassification, **fields)
 
 
 def cross_entropy(logits, labels):
@@ -28,6 +42,11 @@ def cross_entropy(logits, labels):
     return sum(losses) / len(losses)
 
 
+def binary_cross_entropy(logits, labels):
+    p = logits.sigmoid()
+    return -torch.where(labels == 1, p, 1 - p).log().mean()
+
+
 @pytest.mark.parametrize("model_class", [LinformerForMaskedLM, LinformerForTokenClassification])
 def test_loss_of_each_token(model_class):
     model = model_of(model_class, num_labels=5)
@@ -35,80 +54,38 @@ def test_loss_of_each_token(model_class):
     labels = torch.where(torch.rand(3, 8) < 0.4, ids % 5, -100)
     outputs = model(ids, labels=labels)
     torch.testing.assert_close(outputs.loss, cross_entropy(outputs.logits, labels))
+    assert torch.equal(model(ids, labels=labels.int()).loss, outputs.loss)
 
 
-def test_loss_of_a_class():
-    model, ids = model_of(LinformerForSequenceClassification, num_labels=4), torch.randint(31, (3, 8))
-    outputs = model(ids, labels=torch.tensor([0, 3, 1]))
-    torch.testing.assert_close(outputs.loss, cross_entropy(outputs.logits, torch.tensor([0, 3, 1])))
-    assert model.config.problem_type == "single_label_classification"
-
-
-def test_loss_of_a_value():
-    model, ids = model_of(LinformerForSequenceClassification, num_labels=1), torch.randint(31, (3, 8))
-    values = torch.tensor([0.5, -1.0, 2.0])
-    outputs = model(ids, labels=values)
-    torch.testing.assert_close(outputs.loss, ((outputs.logits[:, 0] - values) ** 2).mean())
-
-
-def test_loss_of_several_classes_at_once():
-    model, ids = model_of(LinformerForSequenceClassification, num_labels=2), torch.randint(31, (2, 8))
-    labels = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    outputs = model(ids, labels=labels)
-    p = outputs.logits.sigmoid()
-    torch.testing.assert_close(outputs.loss, -torch.where(labels == 1, p, 1 - p).log().mean())
-
-
-def test_loss_of_several_values_at_once():
-    fields = {"num_labels": 3, "problem_type": "regression"}
-    model, ids = model_of(LinformerForSequenceClassification, **fields), torch.randint(31, (3, 8))
-    values = torch.randn(3, 3)
-    outputs = model(ids, labels=values)
-    torch.testing.assert_close(outputs.loss, ((outputs.logits - values) ** 2).mean())
-    with pytest.raises(ValueError, match=r"labels has shape \(3,\), expected \(3, 3\)"):
-        model(ids, labels=values[0])
-    model(ids, labels=torch.ones(3, 3, dtype=torch.long))
-
-
-def test_loss_of_one_class_that_may_be():
-    fields = {"num_labels": 1, "problem_type": "multi_label_classification"}
-    model, ids = model_of(LinformerForSequenceClassification, **fields), torch.randint(31, (2, 8))
-    labels = torch.tensor([[1], [0]])
-    outputs = model(ids, labels=labels)
-    p = outputs.logits.sigmoid()
-    torch.testing.assert_close(outputs.loss, -torch.where(labels == 1, p, 1 - p).log().mean())
-
-
-@pytest.mark.parametrize("model_class", [LinformerModel, LinformerForMaskedLM, LinformerForSequenceClassification])
-def test_layers_on_several_devices(model_class):
-    """As accelerate spreads them: what a layer is given is moved to it, and nothing is moved back."""
-    model = model_class(modes.config(sparse_prediction=False))
-    last = model.base_model.layers[-1]
-    for part in model.children() if model.base_model is not model else []:
-        if part is not model.base_model:
-            part.to("meta")
-    last.to("meta").register_forward_pre_hook(
-        lambda layer, args, kwargs: send_to_device((args, kwargs), "meta"), with_kwargs=True
-    )
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
-    assert model(torch.randint(31, (2, 4)), mask)[0].device.type == "meta"
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_text_is_labelled_by_its_first_token_or_by_the_mean_of_all(pooling):
-    model = model_of(LinformerForSequenceClassification, classifier_pooling=pooling)
-    ids, mask = torch.randint(31, (2, 8)), torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0], [1] * 8])
-    states = model.linformer(ids, mask).last_hidden_state
-    rows = [states[0, 2:6], states[1]]
-    pooled = torch.stack([row[0] if pooling == "cls" else row.mean(0) for row in rows])
-    torch.testing.assert_close(model(ids, mask).logits, model.classifier(pooled))
-
-
-def test_a_mean_in_half_precision_does_not_overflow():
-    states = torch.full((1, 8192, 2), 20.0, dtype=torch.float16)
-    mean = mean_of_real_tokens(states, torch.ones(1, 8192, dtype=torch.long))
-    assert mean.dtype == torch.float16
-    torch.testing.assert_close(mean, states[:, 0])
+@pytest.mark.parametrize(
+    ("fields", "labels", "expected"),
+    [
+        ({"num_labels": 4}, torch.tensor([0, 3]), cross_entropy),
+        ({"num_labels": 4}, torch.tensor([[0], [3]]), cross_entropy),
+        ({"num_labels": 1}, torch.tensor([0.5, -1.0]), lambda logits, values: ((logits[:, 0] - values) ** 2).mean()),
+        ({"num_labels": 2}, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), binary_cross_entropy),
+        (
+            {"num_labels": 3, "problem_type": "regression"},
+            torch.tensor([[1.0, 0.5, 2.0], [0.0, -1.0, 1.0]]),
+            lambda logits, values: ((logits - values) ** 2).mean(),
+        ),
+        (
+            {"num_labels": 3, "problem_type": "regression"},
+            torch.ones(2, 3, dtype=torch.long),
+            lambda logits, values: ((logits - values) ** 2).mean(),
+        ),
+        (
+            {"num_labels": 1, "problem_type": "multi_label_classification"},
+            torch.tensor([[1], [0]]),
+            binary_cross_entropy,
+        ),
+    ],
+    ids=["class", "column", "value", "classes", "values", "integer values", "one class or none"],
+)
+def test_loss_of_a_text(fields, labels, expected):
+    model = classifier(**fields)
+    outputs = model(torch.randint(31, (2, 8)), labels=labels)
+    torch.testing.assert_close(outputs.loss, expected(outputs.logits, labels))
 
 
 def test_loss_of_a_span():
@@ -123,54 +100,99 @@ def test_loss_of_a_span():
 
 
 @pytest.mark.parametrize(
-    ("model_class", "field"),
+    ("model", "arguments", "fragment"),
     [
-        (LinformerModel, "hidden_dropout_prob"),
-        (LinformerModel, "attention_probs_dropout_prob"),
-        (LinformerModel, "embedding_dropout"),
-        (LinformerForSequenceClassification, "classifier_dropout"),
-        (LinformerForTokenClassification, "classifier_dropout"),
+        (LinformerForMaskedLM, {"labels": ONES[:, :11]}, "labels has shape (2, 11), expected (2, 12)"),
+        (LinformerForMaskedLM, {"labels": ONES.float()}, "labels has type torch.float32, expected torch.int64"),
+        (LinformerForMaskedLM, {"labels": 31 * ONES}, "labels contains 31, expected 0 to 30, or -100"),
+        (LinformerForMaskedLM, {"labels": -ONES}, "labels contains -1, expected 0 to 30, or -100"),
+        (LinformerForTokenClassification, {"labels": ONES[:, 0]}, "labels has shape (2,), expected (2, 12)"),
+        (LinformerForTokenClassification, {"labels": 3 * ONES}, "labels contains 3, expected 0 to 2"),
+        (LinformerForSequenceClassification, {"labels": torch.tensor([0, 3])}, "labels contains 3, expected 0 to 2"),
+        (LinformerForSequenceClassification, {"labels": torch.tensor([0.0, 1])}, "labels has type torch.float32"),
+        (
+            LinformerForSequenceClassification,
+            {"labels": torch.tensor([0, 1, 2])},
+            "labels has shape (3,), expected (2,)",
+        ),
+        (LinformerForSequenceClassification, {"labels": torch.zeros(2, 2)}, "labels has shape (2, 2), expected (2, 3)"),
+        (LinformerForSequenceClassification, {"labels": ONES[:, :3]}, "labels has shape (2, 3), expected (2, 1)"),
+        (LinformerForQuestionAnswering, {"start_positions": ONES[:, 0]}, "end_positions is missing"),
+        (LinformerForQuestionAnswering, {"end_positions": ONES[:, 0]}, "start_positions is missing"),
+        (
+            LinformerForQuestionAnswering,
+            {"start_positions": ONES, "end_positions": ONES},
+            "start_positions has shape (24,), expected (2,)",
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_each_dropout_acts_in_training_alone(model_class, field, attn_implementation):
-    model = model_of(model_class, **{field: 0.5, "attn_implementation": attn_implementation})
-    ids = torch.randint(31, (2, 9))
-    assert torch.equal(model(ids)[0], model(ids)[0])
-    model.train()
-    assert not torch.equal(model(ids)[0], model(ids)[0])
-    without = model_of(model_class, attn_implementation=attn_implementation).train()
-    assert torch.equal(without(ids)[0], without(ids)[0])
+def test_invalid_labels_are_named(model, arguments, fragment):
+    with pytest.raises(UserError, match=f"^{re.escape(fragment)}"):
+        model(modes.config(num_labels=3))(ONES, **arguments)
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_encoder_equals_its_definition(norm_first, activation):
-    """Embeddings, residuals, norms and feed-forward networks written out, around the naive attention."""
-    model = model_of(LinformerModel, norm_first=norm_first, hidden_act=activation).double()
-    ids, types = torch.randint(31, (2, 7)), torch.randint(2, (2, 7))
+@pytest.mark.parametrize(
+    ("fields", "labels", "fragment"),
+    [
+        ({"num_labels": 1}, torch.zeros(2, 2), "labels has shape (2, 2), expected (2, 1)"),
+        ({"num_labels": 3, "problem_type": "regression"}, torch.zeros(3), "labels has shape (3,), expected (2, 3)"),
+    ],
+    ids=str,
+)
+def test_labels_must_fit_the_problem(fields, labels, fragment):
+    with pytest.raises(UserError, match=re.escape(fragment)):
+        classifier(**fields)(ONES, labels=labels)
 
-    def norm(layer, x):
-        centred = x - x.mean(-1, keepdim=True)
-        return layer.weight * centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() + layer.bias
 
-    def act(x):
-        return x.clamp(min=0) if activation == "relu" else x * (1 + torch.erf(x / 2**0.5)) / 2
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_text_is_classified_by_its_first_token_or_by_the_mean_of_all(pooling):
+    model = classifier(classifier_pooling=pooling)
+    ids, mask = torch.randint(31, (2, 8)), torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0], [1] * 8])
+    states = model.linformer(ids, mask).last_hidden_state
+    rows = [states[0, 2:6], states[1]]
+    pooled = torch.stack([row[0] if pooling == "cls" else row.mean(0) for row in rows])
+    torch.testing.assert_close(model(ids, mask).logits, model.classifier(pooled))
 
-    def feed_forward(layer, x):
-        hidden = act(x @ layer.intermediate.weight.T + layer.intermediate.bias)
-        return hidden @ layer.output.weight.T + layer.output.bias
 
-    table = model.embeddings
-    x = table.word_embeddings.weight[ids] + table.token_type_embeddings.weight[types]
-    x = norm(table.norm, x + table.position_embeddings.weight[:7])
-    for layer, (E, F) in zip(model.layers, model.projections(7), strict=True):
-        if norm_first:
-            x = x + naive_attention(layer.attention, E, F, norm(layer.attention_norm, x))
-            x = x + feed_forward(layer.feed_forward, norm(layer.feed_forward_norm, x))
-        else:
-            x = norm(layer.attention_norm, x + naive_attention(layer.attention, E, F, x))
-            x = norm(layer.feed_forward_norm, x + feed_forward(layer.feed_forward, x))
-    if norm_first:
-        x = norm(model.final_norm, x)
-    torch.testing.assert_close(model(ids, token_type_ids=types).last_hidden_state, x, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("mask", [None, ONES[:, :0]], ids=["no mask", "mask"])
+def test_a_text_without_tokens_cannot_be_classified(pooling, mask):
+    model = classifier(classifier_pooling=pooling)
+    with pytest.raises(UserError, match="input_ids has length 0"):
+        model(ONES[:, :0], mask)
+    assert model(torch.ones(0, 5, dtype=torch.long)).logits.shape == (0, 2)
+
+
+def test_a_mean_in_half_precision_does_not_overflow():
+    states = torch.full((1, 8192, 2), 20.0, dtype=torch.float16)
+    mean = mean_of_real_tokens(states, torch.ones(1, 8192, dtype=torch.long))
+    assert mean.dtype == torch.float16
+    torch.testing.assert_close(mean, states[:, 0])
+
+
+@pytest.mark.parametrize("model_class", [LinformerModel, *HEADS])
+def test_outputs_are_tuples_if_the_config_or_the_call_says_so(model_class):
+    model = model_of(model_class)
+    expected = model(ONES, output_hidden_states=True)
+    assert isinstance(model(ONES, return_dict=False), tuple)
+    model.config.return_dict = False
+    result = model(ONES, output_hidden_states=True)
+    assert type(result) is tuple
+    torch.testing.assert_close(result, expected.to_tuple())
+    again = model(ONES, output_hidden_states=True, return_dict=True)
+    assert again.keys() == expected.keys()
+    if model_class in (LinformerForMaskedLM, LinformerForTokenClassification):
+        loss, logits = model(ONES, labels=torch.zeros_like(ONES))
+        assert (loss.shape, logits.shape[:2]) == ((), (2, 12))
+
+
+def test_tuples_are_those_of_roberta():
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    roberta = RobertaForSequenceClassification(RobertaConfig(**sizes, intermediate_size=8, return_dict=False))
+    ours = LinformerForSequenceClassification(modes.config(num_hidden_layers=1, return_dict=False))
+    options = {"labels": torch.tensor([0, 1]), "output_hidden_states": True}
+    theirs, result = roberta(ONES, **options), ours(ONES, **options)
+    assert type(result) is type(theirs) is tuple
+    assert [type(part) for part in result] == [type(part) for part in theirs]
+    assert len(result[2]) == len(theirs[2]) == 2

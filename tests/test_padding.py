@@ -1,4 +1,4 @@
-"""Padding: what stands in it, how much of it there is and where must not reach any real token or any gradient."""
+"""Padding never changes an output or a gradient, whatever it contains and wherever it is."""
 
 import functools
 import json
@@ -17,18 +17,18 @@ every_mode = pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 
 
 def seed_with(number):
-    """As `torch.manual_seed`, which takes milliseconds where there is no GPU: each example would do so twice."""
+    """`torch.manual_seed` without its cost of milliseconds on machines without a GPU."""
     torch.default_generator.manual_seed(number)
 
 
 def model_of(mode, model_class=LinformerModel, std=0.3, **fields):
-    """A model with random weights everywhere, biases, E and norms included."""
+    """A model with random weights everywhere, including biases, norms and E."""
     seed_with(0)
-    return modes.randomised(model_class(modes.config(**mode, **fields)), std)
+    return modes.randomized(model_class(modes.config(**mode, **fields)), std)
 
 
 def same_model_of(mode, attn_implementation, std=0.3, dtype=torch.float32):
-    """One model for all examples of a test: it takes longer to make than to run."""
+    """One model for all examples of a test: building takes longer than running."""
     return _kept(json.dumps(mode), attn_implementation, std, dtype)
 
 
@@ -38,7 +38,7 @@ def _kept(mode, attn_implementation, std, dtype):
 
 
 def masks(min_length=1):
-    """Batches of 1 to 3 rows of 0s and 1s, in any arrangement, rows of padding alone included."""
+    """Masks of 1 to 3 rows in any arrangement, including rows that are all padding."""
     return st.integers(min_length, MAX_LENGTH).flatmap(
         lambda length: st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=1, max_size=3)
     )
@@ -72,7 +72,7 @@ def test_embeddings_in_padding_do_not_matter_and_poison_no_gradient(mode, mask, 
         model.zero_grad()
         inputs = torch.where(mask[..., None], embeds, padding).requires_grad_()
         result = model(inputs_embeds=inputs, attention_mask=mask).last_hidden_state
-        # All outputs, those of padding too, so that a gradient has every way to go wrong.
+        # The outputs at padding as well, so that every path of a gradient is taken.
         result.square().sum().backward()
         gradients = [inputs.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
         assert all(gradient.isfinite().all() for gradient in gradients)
@@ -85,7 +85,7 @@ def test_embeddings_in_padding_do_not_matter_and_poison_no_gradient(mode, mask, 
 @pytest.mark.parametrize(
     ("dtype", "std", "tolerance"),
     [
-        # Large weights amplify whatever leaks, and float64 shows it; float32 at the scale that models start from.
+        # Large weights amplify a leak, and float64 shows it; float32 with weights of the size of initial ones.
         (torch.float64, 0.3, 1e-13 * LAYERS),
         (torch.float32, 0.02, 1e-6 * LAYERS),
     ],
@@ -105,10 +105,10 @@ def test_amount_and_place_of_padding_do_not_matter(mode, dtype, std, tolerance, 
         mask[row, place] = 1
     with torch.no_grad():
         batch = model(ids, mask).last_hidden_state
-        looked_into = model(ids, mask, output_hidden_states=True).last_hidden_state
+        captured = model(ids, mask, output_hidden_states=True).last_hidden_state
         for row, place in enumerate(places):
             alone = model(ids[row : row + 1, place]).last_hidden_state[0]
-            for result in (batch, looked_into):
+            for result in (batch, captured):
                 torch.testing.assert_close(result[row, place], alone, rtol=0, atol=tolerance)
 
 
@@ -116,14 +116,14 @@ def test_amount_and_place_of_padding_do_not_matter(mode, dtype, std, tolerance, 
 @settings(max_examples=EXAMPLES)
 @given(mask=masks(), seed=st.integers(0, 2**20), poison=st.sampled_from([torch.nan, torch.inf]))
 def test_layer_alone(mode, mask, seed, poison):
-    """The same for `LinformerAttention`, and for the mask of its context."""
+    """The same for `LinformerAttention` and for the mask of its context."""
     mode = dict(mode)
-    if "projected_length" in mode:  # one for each head of a layer, where conv kernels can be of one size only if shared
+    if "projected_length" in mode:  # one per head; a shared kernel has one size
         shared_kernel = mode["projection"] == "conv" and mode.get("sharing") != "none"
         mode = {**mode, "projected_length": 4 if shared_kernel else [4, 2, 4, 1]}
     if isinstance(mode.get("local_window"), list):
         mode = {**mode, "local_window": max(mode["local_window"])}
-    if mode.pop("shifted_windows", mode["projection"] == "linear" and "projection_init" not in mode):
+    if mode.pop("shifted_windows", False):
         mode["window_shift"] = 1
     seed_with(0)
     layer = LinformerAttention(16, 4, MAX_LENGTH, **{"projected_length": 4, **mode})
@@ -147,7 +147,7 @@ def test_layer_alone(mode, mask, seed, poison):
 
 
 @every_mode
-def test_row_without_tokens_gives_zeros_before_the_output_map(mode):
+def test_row_without_tokens_gives_zeros_before_the_output_layer(mode):
     model = model_of(mode)
     mask = torch.tensor([[0] * 7, [1] * 7])
     for implementation in ("eager", "sdpa"):
@@ -161,7 +161,7 @@ def test_row_without_tokens_gives_zeros_before_the_output_map(mode):
 
 
 @every_mode
-def test_rows_of_a_batch_do_not_meet(mode):
+def test_rows_of_a_batch_do_not_interact(mode):
     model = model_of(mode)
     ids, mask = torch.randint(31, (4, 9)), torch.rand(4, 9) < 0.7
     mask[:, 3] = True
@@ -205,7 +205,7 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
     assert len(attentions) == LAYERS
     for layer, probs in enumerate(attentions):
         lengths, window = model.config.projected_lengths[layer], model.config.local_windows[layer]
-        identity, linear = mode["projection"] == "identity", mode["projection"] in ("linear", "dynamic")
+        identity, linear = (mode["projection"] == own for own in ("identity", "linear"))
         slots = 8 if identity else max(k if linear else -(-8 * k // MAX_LENGTH) for k in lengths)
         assert probs.shape == (3, 4, 8, slots + (2 * window + 1 if window else 0))
         at_real = probs.transpose(1, 2)[mask.bool()]
@@ -221,10 +221,10 @@ def test_attentions_are_zero_in_masked_slots_and_sum_to_one(mode):
                 continue
             if identity:
                 filled = mask[0].nonzero().squeeze(1)
-            elif mode.get("projection_init") == "gaussian" or mode["projection"] == "dynamic":
+            elif mode.get("projection_init") == "gaussian":
                 filled = torch.arange(k)
             else:
-                last = max(3 - model.config.shift_of_layer(layer), 0)  # four real tokens in the first row
+                last = max(3 - model.config.window_shifts[layer], 0)  # four real tokens in the first row
                 filled = torch.arange(last * k // MAX_LENGTH + 1)
             empty = torch.ones(slots, dtype=torch.bool).index_fill(0, filled, False)
             assert probs[0, head][:, :slots][:, empty].abs().sum() == 0

@@ -117,14 +117,15 @@ class LinearProjection(Projection):
         else:
             nn.init.zeros_(self.delta)
 
-    def forward(self, seq_len: int, windows: Tensor | None = None) -> Tensor:
-        """The first `seq_len` rows of E; `windows` is $E_0$, where the caller has it already."""
-        E = self.scale * self.delta[:seq_len]  # (n, k) or (n, h, k)
+    def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor:
+        """The first `seq_len` rows of E; `windows` holds $E_0$ for each k and device once it has been computed."""
+        delta, windows = self.delta[:seq_len], {} if windows is None else windows  # (n, k) or (n, h, k)
         if self.init == "gaussian":
-            return E
-        if windows is None:
-            windows = window_matrix(self.max_length, E.shape[-1], seq_len, E.device, E.dtype)
-        return E + (windows if E.dim() == 2 else windows[:, None])
+            return scaled(delta, self.scale)
+        key = k, device = delta.shape[-1], delta.device
+        if key not in windows:
+            windows[key] = window_matrix(self.max_length, k, seq_len, device, delta.dtype)
+        return scaled(delta, self.scale, windows[key] if delta.dim() == 2 else windows[key][:, None])
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         assert weights is not None
@@ -143,7 +144,7 @@ class LinearProjection(Projection):
             return weights
         means = weights.unflatten(-1, (k, ratio)).mean(-1)
         # A mean of windows is a wider window, but a mean of independent columns is smaller than each of them.
-        return means * ratio**0.5 if self.init == "gaussian" else means
+        return scaled(means, ratio**0.5) if self.init == "gaussian" else means
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
         if self.init == "gaussian":
@@ -427,18 +428,12 @@ class Projections(nn.ModuleList):
 
     def forward(self, seq_len: int, lengths: Tensor | None, device: torch.device) -> list[tuple[EF, EF]]:
         """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
-        windows: dict[int, Tensor] = {}  # E₀ by k
+        windows: dict[Any, Tensor] = {}
         masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
         weights: list[Any] = []
         most = max(self.shifts) if seq_len else 0
         for module in self:
-            if isinstance(module, LinearProjection) and module.init == "window":
-                delta = module.delta
-                if (k := delta.shape[-1]) not in windows:
-                    windows[k] = window_matrix(self.max_length, k, seq_len, delta.device, delta.dtype)
-                E = module(seq_len, windows[k])
-            else:
-                E = module(seq_len)
+            E = module(seq_len, windows) if isinstance(module, LinearProjection) else module(seq_len)
             # Each layer reads its rows of E from its own offset.
             weights.append(torch.cat([E[:1].expand(most, *E.shape[1:]), E]) if most else E)
 
@@ -478,6 +473,14 @@ def mixed(
     rows = max(len(mask) for mask in masks)
     mask = join_heads([mask.expand(rows, -1, -1, -1) for mask in masks], heads).mT
     return MixedProjection(tuple(parts), tuple(heads), tuple(slots), mask)
+
+
+def scaled(tensor: Tensor, factor: float, offset: Tensor | None = None) -> Tensor:
+    """`offset + factor * tensor`, of which autograd saves no tensor.
+
+    Reentrant gradient checkpointing runs backward through E once for each layer, and saved tensors are freed by then.
+    """
+    return torch.add(tensor.new_zeros(()) if offset is None else offset, tensor, alpha=factor)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:

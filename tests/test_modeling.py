@@ -1,0 +1,435 @@
+"""The encoder: its definition, initial values, inputs, outputs, and everything that wraps its modules."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import RobertaConfig
+
+from linformers import (
+    LinformerConfig,
+    LinformerForMaskedLM,
+    LinformerForSequenceClassification,
+    LinformerForTokenClassification,
+    LinformerModel,
+    reference,
+)
+from linformers.benchmark.measure import peak_memory
+from linformers.errors import UserError
+from linformers.modeling import FeedForward
+
+from . import modes
+from .naive import naive_attention
+
+ONES = torch.ones(2, 12, dtype=torch.long)
+
+
+def model_of(model_class, **fields):
+    return modes.randomized(model_class(modes.config(**fields)))
+
+
+def by_definition(model, ids, types, attend, activation="gelu"):
+    """Embeddings, residuals, norms and feed-forward networks written out, around the attention of `attend`."""
+
+    def norm(layer, x):
+        centered = x - x.mean(-1, keepdim=True)
+        return layer.weight * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + layer.bias
+
+    def feed_forward(layer, x):
+        x = x @ layer.intermediate.weight.T + layer.intermediate.bias
+        x = x.clamp(min=0) if activation == "relu" else x * (1 + torch.erf(x / 2**0.5)) / 2
+        return x @ layer.output.weight.T + layer.output.bias
+
+    table, n = model.embeddings, ids.shape[1]
+    x = table.word_embeddings.weight[ids] + table.token_type_embeddings.weight[types]
+    x = norm(table.norm, x + table.position_embeddings.weight[:n])
+    for layer, (E, F) in zip(model.layers, model.projections(n, None, ids.device), strict=True):
+        if model.config.norm_first:
+            x = x + attend(layer.attention, E, F, norm(layer.attention_norm, x))
+            x = x + feed_forward(layer.feed_forward, norm(layer.feed_forward_norm, x))
+        else:
+            x = norm(layer.attention_norm, x + attend(layer.attention, E, F, x))
+            x = norm(layer.feed_forward_norm, x + feed_forward(layer.feed_forward, x))
+    return norm(model.final_norm, x) if model.config.norm_first else x
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_encoder_equals_its_definition(norm_first, activation):
+    model = model_of(LinformerModel, norm_first=norm_first, hidden_act=activation).double()
+    ids, types = torch.randint(31, (2, 7)), torch.randint(2, (2, 7))
+    expected = by_definition(model, ids, types, naive_attention, activation)
+    torch.testing.assert_close(model(ids, token_type_ids=types).last_hidden_state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharing", modes.SHARINGS)
+@pytest.mark.parametrize("n", [12, 9])
+def test_the_papers_model_equals_the_reference(sharing, n):
+    """`LinformerConfig.paper()`: a post-norm encoder around equation 7, in which E is the parameter itself."""
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
+    model = LinformerModel(LinformerConfig.paper(12, 4, sharing, num_hidden_layers=3, **sizes)).double().eval()
+    parameters = [projection.delta for projection in model.projections]
+    if sharing == "layerwise":
+        parameters *= 3
+    if sharing in ("layerwise", "key-value"):
+        parameters = [parameter for parameter in parameters for _ in ("E", "F")]
+    matrices = [own[:n] if own.dim() == 2 else own[:n].transpose(0, 1) for own in parameters]  # (n, k) or (h, n, k)
+    pairs = iter(zip(matrices[::2], matrices[1::2], strict=True))
+
+    def attend(layer, E, F, x):
+        weights = [(own.weight.T, own.bias) for own in (layer.query, layer.key, layer.value)]
+        own_E, own_F = next(pairs)
+        heads = [reference.linformer_attention(row, *weights, own_E, own_F, num_heads=4) for row in x]
+        return torch.stack(heads) @ layer.output.weight.T + layer.output.bias
+
+    ids = torch.randint(31, (2, n))
+    expected = by_definition(model, ids, torch.zeros_like(ids), attend)
+    torch.testing.assert_close(model(ids).last_hidden_state, expected, rtol=0, atol=1e-12)
+
+
+def test_no_tokens_at_all():
+    model = LinformerModel(modes.config(max_position_embeddings=16, shifted_windows=True))
+    assert model(ONES[:, :0]).last_hidden_state.shape == (2, 0, 16)
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_no_rows_at_all(mode):
+    model = LinformerModel(modes.config(**mode))
+    ids = torch.zeros(0, 7, dtype=torch.long)
+    for mask in (None, torch.ones_like(ids)):
+        assert model(ids, mask).last_hidden_state.shape == (0, 7, 16)
+
+
+@pytest.mark.parametrize("projection", modes.PROJECTIONS)
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_shapes_without_memory(projection, attn_implementation):
+    """On the meta device, where costs are counted."""
+    with torch.device("meta"):
+        model = LinformerModel(modes.config(projection=projection, attn_implementation=attn_implementation))
+        output = model(torch.zeros(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long))
+    assert output.last_hidden_state.shape == (2, 9, 16)
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_attention_matters_to_models_that_are_compared(mode):
+    """More than the errors that half precision is allowed, so that a comparison notices wrong attention."""
+    model, ids, mask = modes.model_and_inputs(**mode)
+    expected = model(ids, mask).logits
+    for layer in model.linformer.layers:
+        layer.attention.scaling = 0.0
+    assert (model(ids, mask).logits - expected)[mask].abs().max() > 0.1
+    for layer in model.linformer.layers:
+        nn.init.zeros_(layer.attention.output.weight)
+    assert (model(ids, mask).logits - expected)[mask].abs().max() > 0.5
+
+
+def test_initial_values():
+    model = LinformerModel(LinformerConfig(vocab_size=2000, hidden_size=64, num_attention_heads=4, num_hidden_layers=1))
+    positions = model.embeddings.position_embeddings.weight
+    assert model.embeddings.word_embeddings.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    scale = 0.02 * 2**0.5
+    torch.testing.assert_close(positions[:, 0], scale * torch.arange(512).sin())
+    torch.testing.assert_close(positions[:, 1], scale * torch.arange(512).cos())
+
+
+@pytest.mark.parametrize("position_init", ["waves", "sinusoidal", "normal"])
+def test_positions_start_as_waves_or_as_noise(position_init):
+    model = LinformerModel(modes.config(position_init=position_init, hidden_size=64, max_position_embeddings=256))
+    positions = model.embeddings.position_embeddings.weight.detach()
+    assert positions.square().mean().sqrt() == pytest.approx(model.config.initializer_range, rel=0.05)
+    # Adjacent positions are similar as waves, but not as noise.
+    similarity = torch.cosine_similarity(positions[1:], positions[:-1]).mean()
+    assert (similarity > 0.9) == (position_init != "normal")
+    # The longest wave turns by 1 over n tokens, or by n/10000.
+    if position_init != "normal":
+        slowest = torch.atan2(positions[:, -2], positions[:, -1])
+        assert slowest[-1] == pytest.approx(255 / (256 if position_init == "waves" else 10000) ** (62 / 64), rel=1e-3)
+
+
+def self_score(layer):
+    """The mean score of random normalized tokens with themselves."""
+    query = layer.attention.query.weight
+    tokens = nn.functional.layer_norm(torch.randn(100, 256), (256,))
+    return ((tokens @ query.T).square().sum(-1) / 4 / math.sqrt(64)).mean().item()
+
+
+@pytest.mark.parametrize(("fields", "times"), [({}, 2), ({"local_window": 4}, 1), ({"projected_length": 256}, 1)])
+def test_blurred_keys_start_with_larger_scores(fields, times):
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256, "projected_length": 64}
+    model = LinformerModel(modes.config(initial_self_score=3.0, **{**sizes, **fields}))
+    assert self_score(model.layers[0]) == pytest.approx(3.0 * times, rel=0.1)
+
+
+@pytest.mark.parametrize(("score", "times"), [(None, 1), (2.0, 1.4), (6.5, 3.7)])
+def test_queries_and_keys_start_alike(score, times):
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "norm_first": True, "projection": "identity"}
+    model = LinformerModel(modes.config(initial_self_score=score, **fields, max_position_embeddings=256))
+    model.set_attn_implementation("eager")
+    for layer in model.layers:
+        query, key = layer.attention.query.weight, layer.attention.key.weight
+        assert torch.equal(query, key) == (score is not None)
+        if score is None:
+            assert query.std().item() == pytest.approx(model.config.initializer_range, rel=0.05)
+        else:
+            assert self_score(layer) == pytest.approx(score, rel=0.1)
+    # So attention starts near each token's own position.
+    probs = model(torch.randint(2, 31, (1, 256)), output_attentions=True).attentions[0][0].mean(0)
+    distance = (torch.arange(256)[:, None] - torch.arange(256)).abs()
+    near, evenly = ((own * (distance <= 8)).sum(-1).mean().item() for own in (probs, torch.full_like(probs, 1 / 256)))
+    assert near / evenly == pytest.approx(times, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ({"input_ids": torch.ones(2, 13).long()}, "input_ids has 13 tokens, but at most n=12"),
+        ({"input_ids": ONES, "attention_mask": ONES[:, None]}, "attention_mask has shape (2, 1, 12), expected (2, 12)"),
+        ({"input_ids": ONES, "attention_mask": ONES[:1]}, "attention_mask has shape (1, 12), expected (2, 12)"),
+        ({"input_ids": ONES, "attention_mask": ONES.float()}, "attention_mask has type torch.float32, expected bool"),
+        ({"input_ids": ONES, "attention_mask": ONES.tolist()}, "attention_mask is of type list"),
+        ({}, "pass exactly one of input_ids and inputs_embeds"),
+        ({"input_ids": ONES, "inputs_embeds": torch.zeros(2, 12, 16)}, "pass exactly one of"),
+        ({"input_ids": ONES[0]}, "input_ids has shape (12,), expected (batch, length)"),
+        ({"input_ids": ONES.tolist()}, "input_ids is of type list"),
+        ({"input_ids": ONES.float()}, "input_ids has type torch.float32, expected torch.int64"),
+        ({"input_ids": 31 * ONES}, "input_ids ranges from 31 to 31, expected 0 to 30"),
+        ({"input_ids": -ONES}, "input_ids ranges from -1 to -1, expected 0 to 30"),
+        (
+            {"inputs_embeds": torch.zeros(2, 12, 15)},
+            "inputs_embeds has shape (2, 12, 15), expected (batch, length, 16)",
+        ),
+        ({"inputs_embeds": torch.zeros(2, 12, 16).double()}, "inputs_embeds has type torch.float64"),
+        ({"input_ids": ONES, "token_type_ids": 2 * ONES}, "token_type_ids ranges from 2 to 2, expected 0 to 1"),
+        ({"input_ids": ONES, "token_type_ids": ONES[0]}, "token_type_ids has shape (12,), expected (2, 12)"),
+        ({"input_ids": ONES, "is_causal": True}, "is_causal is not possible"),
+        ({"input_ids": ONES, "position_ids": ONES}, "position_ids is not possible"),
+        ({"input_ids": ONES, "encoder_hidden_states": ONES}, "encoder_hidden_states is not possible"),
+        ({"input_ids": ONES, "atention_mask": ONES}, "a Linformer takes no argument 'atention_mask'; did you mean"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_invalid_inputs_are_named(arguments, fragment):
+    with pytest.raises((UserError, TypeError), match=f"^{re.escape(fragment)}"):
+        LinformerModel(modes.config())(**arguments)
+
+
+def test_arguments_that_ask_for_nothing_are_accepted():
+    model = LinformerModel(modes.config(output_attentions=True, attn_implementation="eager"))
+    result = model(ONES, use_cache=False, position_ids=None, past_key_values=None, is_causal=False)
+    assert torch.equal(result.last_hidden_state, model(ONES).last_hidden_state)
+    assert model(ONES, output_attentions=False).attentions is None
+
+
+@pytest.mark.parametrize(("projection", "length"), [("linear", 13), ("mean", 16), ("conv", 16), ("identity", 13)])
+def test_the_advice_on_a_longer_input_works(projection, length):
+    model, ids = LinformerModel(modes.config(projection=projection)), torch.ones(2, 13, dtype=torch.long)
+    with pytest.raises(UserError, match=re.escape(f"model.resize_length({length})")):
+        model(ids)
+    model.resize_length(length)
+    assert model(ids).last_hidden_state.shape == (2, 13, 16)
+
+
+def test_a_model_of_another_config():
+    with pytest.raises(TypeError, match="LinformerModel takes a LinformerConfig, not RobertaConfig"):
+        LinformerModel(RobertaConfig())
+
+
+@pytest.mark.parametrize("mode", modes.UNIFORM, ids=modes.name)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(mode, reentrant):
+    model = model_of(LinformerForMaskedLM, **mode).double().train()
+    ids, mask = torch.randint(31, (2, 9)), torch.rand(2, 9) < 0.8
+    model(ids, mask, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model(ids, mask, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        # Gradients of what layers share are summed in another order.
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_checkpointing_repeats_dropout():
+    model = LinformerForMaskedLM(modes.config(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)).train()
+    ids = torch.randint(31, (2, 9))
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(7)
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for name, plain in gradients[0].items():
+        assert torch.equal(plain, gradients[1][name])
+    torch.manual_seed(8)
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert not torch.equal(model.head.dense.weight.grad, gradients[0]["head.dense.weight"])
+
+
+@pytest.mark.parametrize(
+    ("model_class", "field"),
+    [
+        (LinformerModel, "hidden_dropout_prob"),
+        (LinformerModel, "attention_probs_dropout_prob"),
+        (LinformerForSequenceClassification, "classifier_dropout"),
+        (LinformerForTokenClassification, "classifier_dropout"),
+    ],
+)
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_each_dropout_acts_in_training_only(model_class, field, attn_implementation):
+    model = model_of(model_class, **{field: 0.5, "attn_implementation": attn_implementation})
+    ids = torch.randint(31, (2, 9))
+    assert torch.equal(model(ids)[0], model(ids)[0])
+    model.train()
+    assert not torch.equal(model(ids)[0], model(ids)[0])
+    without = model_of(model_class, attn_implementation=attn_implementation).train()
+    assert torch.equal(without(ids)[0], without(ids)[0])
+
+
+def test_sparse_prediction_is_the_same_loss_from_fewer_scores():
+    dense = model_of(LinformerForMaskedLM)
+    sparse = copy.deepcopy(dense)
+    sparse.config.sparse_prediction = True
+    ids = torch.randint(31, (3, 8))
+    labels = torch.where(torch.rand(3, 8) < 0.3, ids, -100)
+    expected, result = dense(ids, labels=labels), sparse(ids, labels=labels)
+    torch.testing.assert_close(result.loss, expected.loss)
+    assert result.logits.shape == ((labels != -100).sum(), 31)
+    torch.testing.assert_close(result.logits, expected.logits[labels != -100])
+    assert sparse(ids).logits.shape == (3, 8, 31)
+
+
+def test_hidden_states_and_attentions_are_in_the_order_of_the_tokens():
+    model = model_of(LinformerModel, norm_first=True)
+    ids, mask = torch.randint(31, (1, 5)), torch.tensor([[0, 0, 1, 0, 1, 1, 1, 0, 1]])
+    spread = torch.zeros(1, 9, dtype=torch.long)
+    spread[mask.bool()] = ids[0]
+    options = {"output_hidden_states": True, "output_attentions": True}
+    alone, batch = model(ids, **options), model(spread, mask, **options)
+    assert len(alone.hidden_states) == len(batch.hidden_states) == 3
+    for a, b in zip(alone.hidden_states, batch.hidden_states, strict=True):
+        torch.testing.assert_close(b[mask.bool()], a[0], rtol=0, atol=2e-6)
+    for a, b in zip(alone.attentions, batch.attentions, strict=True):
+        torch.testing.assert_close(b[0, :, mask[0].bool()], a[0], rtol=0, atol=2e-6)
+
+
+def test_attentions_come_from_eager_attention():
+    model = model_of(LinformerModel, attn_implementation="sdpa")
+    ids = torch.randint(31, (2, 7))
+    outputs = model(ids, output_attentions=True)
+    assert [tuple(probs.shape) for probs in outputs.attentions] == [(2, 4, 7, 4)] * 2
+    torch.testing.assert_close(outputs.last_hidden_state, model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", modes.UNIFORM, ids=modes.name)
+def test_half_precision(mode, dtype):
+    model = LinformerForMaskedLM(modes.config(**mode)).eval()
+    ids, mask = torch.randint(31, (2, 9)), torch.rand(2, 9) < 0.8
+    expected = model(ids, mask).logits
+    result = copy.deepcopy(model).to(dtype)(ids, mask).logits
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.02)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(ids, mask).logits.float(), expected, rtol=0.05, atol=0.02)
+
+
+def test_without_gradients_the_feed_forward_network_works_in_chunks(monkeypatch):
+    """The same result with less memory, in inference only."""
+    model = LinformerModel(modes.config(intermediate_size=1024)).eval()
+    ids = torch.randint(31, (50, 12))
+    sizes = []
+    for layer in model.layers:
+        layer.feed_forward.output.register_forward_hook(lambda _, args, output: sizes.append(output.shape[:-1].numel()))
+
+    @torch.no_grad()
+    def run():
+        return model(ids).last_hidden_state
+
+    whole, peak = run(), peak_memory(run, "cpu")
+    monkeypatch.setattr(FeedForward, "chunk_size", 128)
+    sizes.clear()
+    torch.testing.assert_close(run(), whole)
+    assert sizes == [128, 128, 128, 128, 88] * 2
+    assert peak_memory(run, "cpu") < 0.5 * peak
+    sizes.clear()
+    torch.testing.assert_close(model(ids).last_hidden_state, whole)
+    assert sizes == [600] * 2
+
+
+def test_the_config_sets_the_size_of_chunks():
+    model = model_of(LinformerModel)
+    chunked = LinformerModel(modes.config(chunk_size_feed_forward=4)).eval()
+    chunked.load_state_dict(model.state_dict())
+    assert [layer.feed_forward.chunk_size for layer in chunked.layers] == [4, 4]
+    ids = torch.randint(31, (2, 11))
+    with torch.no_grad():
+        expected, result = (own(ids).last_hidden_state for own in (model, chunked))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter (LoRA) around a linear layer, as in peft."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_adapters_around_linear_layers_count(mode):
+    """Keys and values through an adapter equal those through a weight to which it was added."""
+    model = model_of(LinformerModel, **mode)
+    merged = copy.deepcopy(model)
+    for layer, other in zip(model.layers, merged.layers, strict=True):
+        for name in ("query", "key", "value"):
+            adapter = Adapter(getattr(layer.attention, name))
+            setattr(layer.attention, name, adapter)
+            getattr(other.attention, name).weight.data += adapter.up.weight @ adapter.down.weight
+    mask = ONES.index_fill(1, torch.tensor([0, 4]), 0)
+    ids = torch.randint(31, (2, 12))
+    result, expected = (m(ids, mask).last_hidden_state for m in (model, merged))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    result.square().sum().backward()
+    assert all(layer.attention.key.up.weight.grad.abs().max() > 0 for layer in model.layers)
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_weights_may_be_offloaded(mode, tmp_path):
+    model = model_of(LinformerForMaskedLM, **mode)
+    ids, mask = torch.randint(31, (2, 9)), torch.rand(2, 9) < 0.8
+    expected = model(ids, mask).logits
+    on_disk = copy.deepcopy(model)
+    cpu_offload(model, execution_device="cpu")
+    disk_offload(on_disk, tmp_path, execution_device="cpu")
+    assert next(on_disk.linformer.layers[0].parameters()).device.type == "meta"
+    with torch.no_grad():
+        for offloaded in (model, on_disk):
+            torch.testing.assert_close(offloaded(ids, mask).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_class", [LinformerModel, LinformerForMaskedLM, LinformerForSequenceClassification])
+def test_layers_on_several_devices(model_class):
+    """As accelerate spreads them: the inputs of a layer are moved to it, and nothing is moved back."""
+    model = model_class(modes.config(sparse_prediction=False))
+    last = model.base_model.layers[-1]
+    for part in model.children() if model.base_model is not model else []:
+        if part is not model.base_model:
+            part.to("meta")
+    last.to("meta").register_forward_pre_hook(
+        lambda layer, args, kwargs: send_to_device((args, kwargs), "meta"), with_kwargs=True
+    )
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
+    assert model(torch.randint(31, (2, 4)), mask)[0].device.type == "meta"

@@ -1,0 +1,255 @@
+"""Another n or k for a trained model, and which checkpoints fit a config."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForMaskedLM, RobertaConfig
+
+from linformers import LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
+from linformers.errors import UserError
+from linformers.projections import ConvProjection, LinearProjection
+
+from . import modes
+
+
+def refused(fragment):
+    return pytest.raises(UserError, match=f"^{re.escape(fragment)}")
+
+
+def trained(**mode):
+    return modes.randomized(LinformerForMaskedLM(modes.config(**mode)))
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_same_length_changes_nothing(mode):
+    model = trained(**mode)
+    before = {name: (weight, weight.clone()) for name, weight in model.named_parameters()}
+    model.resize_length(12, model.config.projected_length)
+    model.resize_length(12)
+    for name, weight in model.named_parameters():
+        assert weight is before[name][0]
+        assert torch.equal(weight, before[name][1])
+
+
+LOCAL = [{"projection": p, "local_window": 2} for p in ("linear", "mean", "max", "conv")]
+
+
+@pytest.mark.parametrize("mode", modes.UNIFORM + modes.GAUSSIAN + LOCAL, ids=modes.name)
+def test_shorter_at_the_same_ratio_keeps_outputs(mode):
+    """The columns that were cut off are not live for a short input."""
+    model = trained(**mode).double()
+    ids, mask = torch.randint(31, (2, 6)), torch.tensor([[1] * 6, [0, 1, 1, 1, 0, 1]])
+    before = model(ids, mask).logits
+    model.resize_length(6, 2)
+    assert model.config.max_position_embeddings == 6
+    after = model(ids, mask).logits
+    if mode.get("projection_init") == "gaussian":  # every token belongs to every slot, and two of four are gone
+        assert (before - after)[mask.bool()].abs().max() > 1e-3
+    else:
+        torch.testing.assert_close(after[mask.bool()], before[mask.bool()], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
+def test_longer_model_runs_saves_and_loads(mode, tmp_path):
+    model = trained(**mode)
+    model.resize_length(24)
+    ids = torch.randint(31, (2, 24))
+    result = model(ids).logits
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert loaded.config.max_position_embeddings == 24
+    assert torch.equal(loaded(ids).logits, result)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("lengths", [(24, 4), (24, 8), (17, 4), (9, 4), (6, 4), (12, 2), (12, 5)])
+def test_columns_keep_their_sums(lengths):
+    """A column's sum is its response to a constant sequence, so it is kept; columns that merge are averaged."""
+    old, new = LinearProjection(12, 4, scale=0.7), LinearProjection(*lengths, scale=0.3)
+    nn.init.normal_(old.delta)
+    new.load_resized(old, cut=False)
+    sums, new_sums = old(12).sum(0), new(lengths[0]).sum(0)
+    torch.testing.assert_close(new_sums.mean(), sums.mean())
+    if lengths[1] == 4:
+        torch.testing.assert_close(new_sums, sums)
+    if lengths[1] == 2:
+        torch.testing.assert_close(new_sums, sums.view(2, 2).mean(1))
+
+
+def test_untrained_windows_stay_windows():
+    model = LinformerForMaskedLM(modes.config())
+    model.resize_length(30, 7)
+    projection = model.linformer.projections[0]
+    assert projection.delta.abs().max() == 0
+    torch.testing.assert_close(projection(30), LinearProjection(30, 7)(30))
+
+
+def test_doubling_repeats_each_row_at_half_its_size():
+    """So an input in which each token is repeated has the same projection as before."""
+    old, new = LinearProjection(12, 4), LinearProjection(24, 4)
+    nn.init.normal_(old.delta)
+    new.load_resized(old, cut=False)
+    x = torch.randn(1, 12, 3)
+    torch.testing.assert_close(new(24).mT @ x.repeat_interleave(2, 1), old(12).mT @ x, rtol=0, atol=1e-6)
+
+
+def test_kernels_keep_their_sums():
+    old, new = ConvProjection(12, 4, None, head_dim=5), ConvProjection(20, 4, None, head_dim=5)
+    nn.init.normal_(old.kernel)
+    new.load_resized(old, cut=False)
+    torch.testing.assert_close(new.kernel.sum(0), old.kernel.sum(0))
+
+
+def test_gaussian_columns_keep_their_scale_when_averaged():
+    old, new = (LinearProjection(512, k, init="gaussian", scale=0.1) for k in (128, 32))
+    new.load_resized(old, cut=False)
+    assert new(512).std().item() == pytest.approx(512**-0.5, rel=0.05)
+
+
+def test_positions():
+    model = trained()
+    old = model.linformer.embeddings.position_embeddings.weight.clone()
+    model.resize_length(23)
+    new = model.linformer.embeddings.position_embeddings.weight
+    torch.testing.assert_close(new[::2], old)  # 23 = 2 · 12 - 1: a new position between each two
+    torch.testing.assert_close(new[1::2], (old[1:] + old[:-1]) / 2)
+
+
+def test_bfloat16_model_stays_bfloat16():
+    model = trained().bfloat16()
+    model.resize_length(24, 8)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_window_alone():
+    model = trained(projection="none", local_window=3)
+    model.resize_length(24)
+    assert model.config.max_position_embeddings == 24
+    assert model(torch.ones(1, 24, dtype=torch.long)).logits.shape == (1, 24, 31)
+
+
+def test_the_learning_rate_follows_the_length():
+    """c stays, and s = c·k/n follows n and k, while E itself keeps its values."""
+    for c in (None, 0.5):
+        model = trained(projection_scale=c)
+        model.resize_length(24)
+        assert model.config.projection_scale == c
+        assert model.linformer.projections[0].scale == pytest.approx((c or 1.2) * 4 / 24)
+
+
+def test_frozen_weights_stay_frozen():
+    model = trained(sharing="headwise")
+    model.linformer.projections[0].requires_grad_(False)
+    model.linformer.embeddings.requires_grad_(False)
+    model.resize_length(24, 8)
+    assert [p.requires_grad for p in model.linformer.projections.parameters()] == [False, True, True, True]
+    assert not model.linformer.embeddings.position_embeddings.weight.requires_grad
+
+
+def test_invalid_sizes_change_nothing():
+    model = LinformerModel(modes.config())
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with refused("max_length=3 is below k=4"):
+        model.resize_length(3)
+    with refused("max_length=0 must be"):
+        model.resize_length(0)
+    with refused("projected_length=25 exceeds"):
+        model.resize_length(24, 25)
+    assert model.config.max_position_embeddings == 12
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"max_position_embeddings": 24}, "the checkpoint is for n=12, k=4, but n=24, k=4 was requested"),
+        ({"config": {"max_position_embeddings": 24}}, "the checkpoint is for n=12, k=4, but n=24, k=4 was requested"),
+        ({"projected_length": 6}, "the checkpoint is for n=12, k=4, but n=12, k=6 was requested"),
+        ({"num_attention_heads": 2}, "the checkpoint has num_attention_heads=4"),
+        ({"projection_scale": 1.0}, "the checkpoint was trained with projection_scale=1.2; with 1.0"),
+        ({"local_window": 2, "projection_scale": 0.12}, "the checkpoint was trained with projection_scale=1.2"),
+        ({"projection_init": "gaussian"}, "the checkpoint was trained with projection_init='window'; with 'gaussian'"),
+        ({"sharing": "key-value"}, "the checkpoint was trained with sharing='layerwise'; with 'key-value'"),
+        ({"shifted_windows": True}, "the checkpoint was trained with shifted_windows=False; with True"),
+        ({"norm_first": True}, "the checkpoint was trained with norm_first=False; with True"),
+        ({"projection": "identity", "local_window": 2}, "local_window=2 adds nothing"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(fields, fragment, tmp_path):
+    LinformerForMaskedLM(modes.config()).save_pretrained(tmp_path)
+    if "config" in fields:
+        fields = {"config": modes.config(**fields["config"])}
+    for model_class in (LinformerForMaskedLM, AutoModel):
+        with refused(fragment):
+            model_class.from_pretrained(tmp_path, **fields)
+
+
+def test_checkpoints_of_other_kinds(tmp_path):
+    RobertaConfig(vocab_size=31, hidden_size=16, num_attention_heads=4).save_pretrained(tmp_path / "roberta")
+    with refused("LinformerModel cannot be loaded from a checkpoint of model type 'roberta'"):
+        LinformerModel.from_pretrained(tmp_path / "roberta")
+    with pytest.raises(OSError, match="nowhere"):
+        LinformerModel.from_pretrained(tmp_path / "nowhere")
+    longer = LinformerForMaskedLM(modes.config(max_position_embeddings=24))
+    with refused("the checkpoint is for n=12, the model for n=24"):
+        longer.load_state_dict(LinformerForMaskedLM(modes.config()).state_dict())
+
+
+def test_what_a_checkpoint_can_be_loaded_with(tmp_path):
+    model = LinformerForMaskedLM(modes.config())
+    model.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path / "config")
+    same = [
+        LinformerForMaskedLM.from_pretrained(tmp_path, config=str(tmp_path / "config")),
+        LinformerForMaskedLM.from_pretrained(tmp_path, projected_length=[4, 4], hidden_dropout_prob=0.5),
+        LinformerForMaskedLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()),
+    ]
+    for other in same:
+        assert torch.equal(other.linformer.projections[0].delta, model.linformer.projections[0].delta)
+        assert torch.equal(other.head.dense.weight, model.head.dense.weight)
+    assert same[1].config.hidden_dropout_prob == 0.5
+    twin = LinformerForMaskedLM.from_pretrained(tmp_path, projection="identity")
+    assert torch.equal(twin.head.dense.weight, model.head.dense.weight)
+    longer = LinformerForMaskedLM.from_pretrained(tmp_path, max_position_embeddings=24, ignore_mismatched_sizes=True)
+    assert longer(torch.ones(1, 24, dtype=torch.long)).logits.shape == (1, 24, 31)
+    shallow = LinformerModel.from_pretrained(tmp_path, num_hidden_layers=1, projected_length=[4])
+    assert shallow.config.num_hidden_layers == 1
+
+
+def test_the_projection_may_change_with_its_window(tmp_path):
+    LinformerModel(modes.config(local_window=2)).save_pretrained(tmp_path)
+    twin = LinformerModel.from_pretrained(tmp_path, projection="identity", local_window=0)
+    assert (twin.config.projection, twin.config.local_windows) == ("identity", (0, 0))
+    alone = LinformerModel.from_pretrained(tmp_path, projection="none", local_window=3)
+    assert alone.config.local_windows == (3, 3)
+
+
+@pytest.mark.parametrize("fields", [{}, {"projection_scale": 0.03}, {"shifted_windows": True}], ids=str)
+def test_new_projections_in_an_old_model_are_saved_as_they_are(fields, tmp_path):
+    """A twin's weights with new projections, whose defaults are resolved now, give the same output when loaded."""
+    LinformerModel(modes.config(projection="identity")).save_pretrained(tmp_path / "twin")
+    model = LinformerModel.from_pretrained(tmp_path / "twin", projection="linear", **fields)
+    model.save_pretrained(tmp_path / "linear")
+    again = LinformerModel.from_pretrained(tmp_path / "linear")
+    assert again.projections.shifts == model.projections.shifts == ((0, 1) if "shifted_windows" in fields else (0, 0))
+    scales = [own.projections[0].scale for own in (again, model)]
+    assert scales == pytest.approx([fields.get("projection_scale", 1.2) * 4 / 12] * 2)
+    ids = torch.randint(31, (2, 12))
+    torch.testing.assert_close(model.eval()(ids).last_hidden_state, again(ids).last_hidden_state)
+
+
+def test_loaded_weights_are_not_initialized_again(tmp_path):
+    model = LinformerForMaskedLM(modes.config())
+    with torch.no_grad():
+        model.linformer.layers[0].attention.key.weight.add_(1)
+        model.linformer.projections[0].delta.add_(1)
+    model.save_pretrained(tmp_path)
+    # A new head gets initial values, and everything else is loaded.
+    for model_class in (LinformerForMaskedLM, LinformerForSequenceClassification):
+        loaded = model_class.from_pretrained(tmp_path)
+        for name, weight in model.linformer.state_dict().items():
+            assert torch.equal(weight, loaded.linformer.state_dict()[name]), name
