@@ -136,7 +136,7 @@ def prepare(
 
 @app.command()
 def pretrain(
-    recipe: Annotated[Path, typer.Argument(**FILE, help="Recipe file, such as recipes/small/cpu.yaml.")],
+    recipe: Annotated[Path, typer.Argument(**FILE, help="Recipe file, such as recipes/cpu.yaml.")],
     changes: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe: steps=100 model.projection=identity …")
     ] = None,

@@ -226,14 +226,18 @@ class LinformerConfig(PreTrainedConfig):
         unit = math.lcm(*itertools.chain(*self.projected_lengths)) if self.projection in WINDOWED else 1
         return math.ceil(length / unit) * unit
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the config with explicit values of k and c, because the weights beside it were trained with them."""
-        saved = copy.deepcopy(self)
+    def resolved(self) -> Self:
+        """A copy with explicit values of k and c instead of `None`."""
+        copied = copy.deepcopy(self)
         if self.projection not in FIXED_LENGTHS:
-            saved.projected_length = self.projected_length or self.largest_projected_length
+            copied.projected_length = self.projected_length or self.largest_projected_length
         if self.projection == "linear":
-            saved.projection_scale = self.resolved_projection_scale
-        super(LinformerConfig, saved).save_pretrained(*args, **kwargs)
+            copied.projection_scale = self.resolved_projection_scale
+        return copied
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the resolved config, because the weights beside it were trained with its values."""
+        super(LinformerConfig, self.resolved()).save_pretrained(*args, **kwargs)
 
     def check(self) -> None:
         """Raise a `UserError` that names the first invalid field or combination of fields."""

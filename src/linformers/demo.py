@@ -84,7 +84,7 @@ def run(steps: int, out: Path, console: Console) -> int:
         f"echo '{SENTENCE}' | linformers predict",
         f"linformers demo --steps {10 * steps} --out {out}",
         "linformers prepare FOLDER_OF_TEXT --out data/mine",
-        "linformers pretrain recipes/small/cpu.yaml data=data/mine",
+        "linformers pretrain recipes/cpu.yaml data=data/mine",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)
     return 0

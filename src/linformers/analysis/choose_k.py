@@ -109,7 +109,7 @@ def run(
     else:
         chosen, share = within_budget(measured, budget or 0, per=per, sharing=sharing)
     fields = model_fields(encoder, tokenizer) | {"max_position_embeddings": length, "sharing": sharing}
-    config = LinformerConfig(**fields, projected_length=chosen)
+    config = LinformerConfig(**fields, projected_length=chosen).resolved()
     if (path := out / "config.json").exists():
         old, new = (re.sub('"transformers_version".*', "", own) for own in (path.read_text(), config.to_json_string()))
         if old != new:
