@@ -43,7 +43,6 @@ def encoder(kind):
             )
         ),
         "albert": lambda: hf.AlbertModel(hf.AlbertConfig(embedding_size=16, **config)),
-        "llama": lambda: hf.LlamaModel(hf.LlamaConfig(**config)),
         "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
         "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
         "modernbert": lambda: hf.ModernBertModel(

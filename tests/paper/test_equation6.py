@@ -80,9 +80,7 @@ def test_command(folder, text, tmp_path):  # noqa: F811
     [
         ("bert", ["--projected", str(N)], "projected=24 must be below length=24"),
         ("bert", ["--passages", "900"], "passages=900 and others=64 exceed the"),
-        ("bert", ["--steps", "0"], "steps=0 must be a positive integer"),
         ("mpnet", ["--others", "1"], "does not use transformers' attention interface"),
-        ("llama", ["--others", "1"], "is causal"),
     ],
 )
 def test_wrong_input_is_named(kind, options, message, folder, text, tmp_path, monkeypatch):  # noqa: F811
