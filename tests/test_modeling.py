@@ -239,7 +239,7 @@ def test_a_model_of_another_config():
         LinformerModel(RobertaConfig())
 
 
-@pytest.mark.parametrize("mode", modes.UNIFORM, ids=modes.name)
+@pytest.mark.parametrize("mode", modes.UNIFORM + modes.GAUSSIAN + modes.NON_UNIFORM[:3], ids=modes.name)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(mode, reentrant):
     model = model_of(LinformerForMaskedLM, **mode).double().train()

@@ -1,4 +1,4 @@
-"""The shape of the package: which module may import which, and what importing it costs."""
+"""The structure of the package: which module imports which, what an import costs, what a forward pass visits."""
 
 import ast
 import subprocess
@@ -6,34 +6,33 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import linformers
+from linformers import LinformerConfig, LinformerForMaskedLM
 
 SOURCE = Path(linformers.__file__).parent
-# A module imports only from its left; modules in one set do not import each other.
+# A module imports only from modules above it; modules in one set do not import each other.
 LAYERS = [
     {"errors", "shipped"},
     {"checks"},
-    {"config"},
-    {"loading", "ops", "reference"},
-    {"maps"},
-    {"embeddings", "projections"},
-    {"attention"},
-    {"layer", "encoder"},
-    {"heads"},
+    {"config", "reference"},
+    {"ops"},
+    {"projections"},
+    {"attention", "resizing"},
+    {"modeling"},
+    {"auto", "convert"},
     {"markdown", "plots", "progress", "provenance"},
-    {"convert", "training", "benchmark"},
-    {"analysis"},
-    {"reproduce"},
+    {"training"},
+    {"benchmark", "analysis"},
     {"demo"},
-    {"cli"},
     {"__main__"},
 ]
 PLACE = {name: place for place, names in enumerate(LAYERS) for name in names}
 
 
 def imports(path: Path, package: str) -> set[str]:
-    """The modules of ours, one level below the package, that a file imports anywhere."""
+    """The modules directly below the package that a file imports anywhere; a public class counts as `auto`."""
     depth = len(path.relative_to(SOURCE).parts)
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -41,10 +40,10 @@ def imports(path: Path, package: str) -> set[str]:
             if node.level == depth:
                 found |= {(node.module or alias.name).split(".")[0] for alias in node.names}
             elif node.level == 0 and (node.module or "").split(".")[0] == package:
-                found.add((node.module or "").split(".")[1] if "." in (node.module or "") else "__init__")
+                found |= {(node.module or "").partition(".")[2].split(".")[0] or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith(f"{package}.")}
-    return found
+    return {"auto" if name in (*linformers.__all__, "__version__") else name for name in found}
 
 
 def violations(path: Path) -> list[str]:
@@ -56,23 +55,34 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "__in
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_left(path):
+def test_modules_import_only_from_above(path):
     assert violations(path) == []
 
 
 def test_a_wrong_import_is_found(monkeypatch, tmp_path):
     (tmp_path / "projections.py").write_text(
-        "def f():\n    from .encoder import LinformerModel\n    from . import config\n"
+        "def f():\n    from .modeling import LinformerModel\n    from . import config, LinformerConfig\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    assert violations(tmp_path / "projections.py") == ["encoder"]
+    assert sorted(violations(tmp_path / "projections.py")) == ["auto", "modeling"]
+
+
+def test_contributors_read_the_same_order():
+    """The rows of the map in CONTRIBUTING.md, from top to bottom."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    modules = [[name.strip("` /") for name in row.split(",")] for row in rows]
+    assert {"config", "projections", "attention", "modeling", "training"} <= {name for row in modules for name in row}
+    for i, above in enumerate(modules):
+        for below in modules[i + 1 :]:
+            assert min(PLACE[name] for name in above) <= min(PLACE[name] for name in below), (above, below)
 
 
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-def test_importing_initialises_no_cuda_and_needs_no_triton():
+def test_importing_initializes_no_cuda_and_needs_no_triton():
     output = run(
         "import sys; sys.modules['triton'] = None\n"
         "import linformers, torch\n"
@@ -91,8 +101,42 @@ def test_importing_registers_the_auto_classes():
     assert output.strip() == "LinformerForMaskedLM"
 
 
-def test_the_order_is_the_one_that_contributors_read():
-    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    chain = next(line for line in text.splitlines() if line.count("→") > 5)
-    told = [set(place.strip("{} ").split(", ")) for place in chain.split("→")]
-    assert told == LAYERS[:-1]
+def visited(model: LinformerForMaskedLM) -> list[tuple[str, str]]:
+    """The file and name of each function of ours, generator expressions and lambdas included, in a forward pass."""
+    ids = torch.randint(3, model.config.vocab_size, (2, 100))
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    codes = set()
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            codes.add(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        model(ids, mask, labels=ids)
+    finally:
+        sys.setprofile(None)
+    return sorted((str(Path(code.co_filename).relative_to(SOURCE)), code.co_qualname) for code in codes)
+
+
+BUNDLED = LinformerConfig.from_pretrained(linformers.pretrained())
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "files"),
+    [
+        (LinformerConfig(num_hidden_layers=2), 25, 8),
+        (LinformerConfig.paper(num_hidden_layers=2), 25, 8),
+        (BUNDLED, 31, 9),  # its local window adds six functions and two files
+    ],
+    ids=["default", "paper", "bundled"],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_forward_pass_visits_few_functions(config, most, files, training):
+    functions = visited(LinformerForMaskedLM(config).train(training))
+    listing = "\n".join(" ".join(pair) for pair in functions)
+    assert ("modeling.py", "LinformerForMaskedLM.forward") in functions
+    assert ("attention.py", "ProjectedAttention.forward") in functions
+    assert len(functions) <= most, listing
+    assert len({file for file, _ in functions}) <= files, listing

@@ -119,13 +119,14 @@ class LinearProjection(Projection):
 
     def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor:
         """The first `seq_len` rows of E; `windows` holds $E_0$ for each k and device once it has been computed."""
-        delta, windows = self.delta[:seq_len], {} if windows is None else windows  # (n, k) or (n, h, k)
-        if self.init == "gaussian":
-            return scaled(delta, self.scale)
-        key = k, device = delta.shape[-1], delta.device
-        if key not in windows:
-            windows[key] = window_matrix(self.max_length, k, seq_len, device, delta.dtype)
-        return scaled(delta, self.scale, windows[key] if delta.dim() == 2 else windows[key][:, None])
+        delta, E_0 = self.delta[:seq_len], self.delta.new_zeros(())  # (n, k) or (n, h, k)
+        if self.init == "window":
+            windows, key = {} if windows is None else windows, (delta.shape[-1], delta.device)
+            if key not in windows:
+                windows[key] = window_matrix(self.max_length, key[0], seq_len, key[1], delta.dtype)
+            E_0 = windows[key] if delta.dim() == 2 else windows[key][:, None]
+        # Reentrant checkpointing runs backward through E once for each layer, so autograd must not save a tensor here.
+        return torch.add(E_0, delta, alpha=self.scale)
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         assert weights is not None
@@ -144,7 +145,7 @@ class LinearProjection(Projection):
             return weights
         means = weights.unflatten(-1, (k, ratio)).mean(-1)
         # A mean of windows is a wider window, but a mean of independent columns is smaller than each of them.
-        return scaled(means, ratio**0.5) if self.init == "gaussian" else means
+        return torch.add(means.new_zeros(()), means, alpha=ratio**0.5) if self.init == "gaussian" else means
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
         if self.init == "gaussian":
@@ -473,14 +474,6 @@ def mixed(
     rows = max(len(mask) for mask in masks)
     mask = join_heads([mask.expand(rows, -1, -1, -1) for mask in masks], heads).mT
     return MixedProjection(tuple(parts), tuple(heads), tuple(slots), mask)
-
-
-def scaled(tensor: Tensor, factor: float, offset: Tensor | None = None) -> Tensor:
-    """`offset + factor * tensor`, of which autograd saves no tensor.
-
-    Reentrant gradient checkpointing runs backward through E once for each layer, and saved tensors are freed by then.
-    """
-    return torch.add(tensor.new_zeros(()) if offset is None else offset, tensor, alpha=factor)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
