@@ -95,7 +95,9 @@ def test_run_writes_a_config_that_the_printed_command_trains(options, folder, te
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 3)  # the tokenizer's
     (line,) = (line for line in output.splitlines() if line.startswith("linformers pretrain RECIPE "))
     for name in ("n512-twin", "n512-k128-layerwise"):  # whatever the recipe sets
-        trained = read(ROOT / "recipes" / "small.yaml", [f"variant={name}", *shlex.split(line)[3:]]).config(vocab_size=100)
+        trained = read(ROOT / "recipes" / "small.yaml", [f"variant={name}", *shlex.split(line)[3:]]).config(
+            vocab_size=100
+        )
         for field in ("projection", "projected_length", "sharing", "projection_scale", "max_position_embeddings"):
             assert getattr(trained, field) == getattr(config, field)
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from paper.equation6 import OTHERS, OWN, POOLED, SVD, UNIFORM, observe
 from torch.nn.functional import scaled_dot_product_attention
 
 from linformers.analysis import attentions
 from linformers.errors import UserError
 from paper import equation6, report
-from paper.equation6 import OTHERS, OWN, POOLED, SVD, UNIFORM, observe
 
 from ..analysis.conftest import folder, text  # noqa: F401
 

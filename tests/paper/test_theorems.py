@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from paper.theorem1 import Head, RandomLowRank, generator, lemma, random_head, theorem_1, theorem_1_k
+from paper.theorem2 import Construction, existence, proof_k, stated_k, theorem_2
+from paper.theorems import layer_heads
 from scipy import stats
 
 from linformers.errors import UserError
 from paper import report, theorem1, theorems
-from paper.theorem1 import Head, RandomLowRank, generator, lemma, random_head, theorem_1, theorem_1_k
-from paper.theorem2 import Construction, existence, proof_k, stated_k, theorem_2
-from paper.theorems import layer_heads
 
 from ..analysis.conftest import encoder, folder, text  # noqa: F401
 
