@@ -37,7 +37,17 @@ from .ops.attend import attend as triton_attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
 from .ops.ranks import Ranks, reorder, zero_padding
-from .projections import EF, MixedProjection, Projections, join_heads, project, split_heads, take
+from .projections import (
+    EF,
+    IdentityProjection,
+    MixedProjection,
+    Projections,
+    ReadyProjection,
+    join_heads,
+    project,
+    split_heads,
+    take,
+)
 
 # The name of our kernels in transformers' global registry of attention functions; users write "triton".
 TRITON = "linformer_triton"
@@ -116,7 +126,7 @@ class ProjectedAttention(nn.Module):
 
         if ranks is not None:
             output = reorder(output, ranks.places)
-            probs = None if probs is None else reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
+            probs = None if probs is None else reorder_probs(probs, E, ranks)
         return output, probs
 
     def attend(
@@ -301,6 +311,14 @@ class LinformerAttention(ProjectedAttention):
             "eager" if output_attentions else self.attn_implementation,
         )
         return (output, probs) if output_attentions else output
+
+
+def reorder_probs(probs: Tensor, E: EF, ranks: Ranks) -> Tensor:
+    r"""Put the queries of $\bar P$ (b, h, n, k) back in place, and the keys as well where they are tokens."""
+    probs = reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
+    if isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten:  # type: ignore[attr-defined]
+        probs = reorder(probs.permute(0, 3, 1, 2), ranks.places).permute(0, 2, 3, 1)
+    return probs
 
 
 def checked_ranks(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:
