@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from linformers.training.data import documents, find_files
-
 from linformers.errors import UserError
+from linformers.training.data import documents, find_files
 
 from . import quality
 from .experiments import Task, Tuning, Workspace, corpus, finetuning, hashes
