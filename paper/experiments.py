@@ -21,8 +21,7 @@ from .jobs import ORIGIN, Job, Records, origin
 RECIPES = Path("recipes")
 # The folders of a corpus under --data, and how many of their training files it takes.
 CORPORA: dict[str, dict[str, int | None]] = {"wiki": {"wiki": 4}, "wiki-books": {"wiki": None, "books": None}}
-SOURCES = "sources.json"
-SMALL_MARK = ".small"
+SOURCES, SMALL_MARK = "sources.json", ".small"
 TASKS = ("sst2", "imdb", "qnli", "qqp")
 
 # Fields of a recipe and of its model that identify a run even where a recipe leaves them at their defaults. Any other
@@ -119,8 +118,14 @@ def prepare(
     (out / SOURCES).write_text(json.dumps(sources, indent=1) + "\n")
     held_out = [part for path in validation for part in ("--validation", str(path))]
     arguments = [*map(str, files), "--out", str(out), *held_out, *flags(options)]
-    subprocess.run([sys.executable, "-m", "linformers", "prepare", *arguments], check=True)
+    command("prepare", *arguments)
     return out
+
+
+def command(*arguments: str) -> None:
+    """Run a command of linformers, whose output goes to the terminal."""
+    if subprocess.run([sys.executable, "-m", "linformers", *arguments], check=False).returncode:
+        raise UserError(f"`linformers {arguments[0]}` failed, as its output above says")
 
 
 def corpus_hash(folder: Path) -> str:
@@ -289,7 +294,7 @@ def hashes(folder: Path) -> dict[str, str]:
 def bench(work: Workspace, name: str, options: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run `linformers bench`; returns the origin of the numbers, and the measured cells."""
     out = work.runs / name
-    subprocess.run([sys.executable, "-m", "linformers", "bench", *options, "--out", str(out)], check=True)
+    command("bench", *options, "--out", str(out))
     found = json.loads((out / "efficiency.json").read_text())
     return origin(found), found["lengths"]
 

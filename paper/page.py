@@ -44,9 +44,8 @@ def render(work: Workspace, sections: Mapping[str, Any]) -> str:
         {"name": name, "title": module.TITLE, "text": section_text(templates, name, module.collect(work), work)}
         for name, module in sections.items()
     ]
-    project = page_path(work) == PROJECT_PAGE
     text = templates.get_template("results.md").render(sections=found, small=work.small)
-    return text if project else text.replace("](../results/", "](")
+    return text if page_path(work) == PROJECT_PAGE else text.replace("](../results/", "](")
 
 
 def section_text(templates: jinja2.Environment, name: str, record: Mapping[str, Any], work: Workspace) -> str:

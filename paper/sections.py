@@ -101,9 +101,9 @@ def train(
     while True:
         every = [job for section in sections for job in section.jobs(work)]
         new = [job for job in every if job.name not in known and matches(job.name, options.only)]
-        known |= {job.name for job in new}
         if not new:
             return 0
+        known |= {job.name for job in new}
         logs, at_once = work.runs / "logs", options.at_once
         if code := jobs.run(new, work.records, logs, console, at_once=at_once, deadline=deadline):
             return code
