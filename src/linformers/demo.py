@@ -22,9 +22,9 @@ from .checks import check_size, make_folder
 from .heads import LinformerForMaskedLM
 from .training import pretrain
 from .training.corpus import Corpus
-from .training.monitor import read_metrics
 from .training.prepare import prepare
 from .training.recipe import Recipe
+from .training.trainer import read_metrics
 
 SIZE: dict[str, Any] = {
     "hidden_size": 128,
@@ -93,7 +93,7 @@ def run(steps: int, out: Path, console: Console) -> int:
         f"echo '{SENTENCE}' | linformers predict",
         f"linformers demo --steps {10 * steps} --out {out}",
         "linformers prepare FOLDER_OF_TEXT --out data/mine",
-        "linformers pretrain recipes/small/cpu.yaml data=data/mine",
+        "linformers pretrain recipes/cpu.yaml data=data/mine",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)
     return 0
