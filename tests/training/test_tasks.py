@@ -274,7 +274,7 @@ def test_too_little_to_hold_out(rows, tmp_path):
 def test_bad_arguments(tmp_path):
     train, text = write(tmp_path / "train.csv", numbered(300)), tmp_path / "notes.txt"
     text.write_text("text")
-    with refused(f"test='{tmp_path}' is not a table"):
+    with refused(f"there is no file test='{tmp_path}'"):
         load(train, test=tmp_path)
     with refused(f"validation='{text}' is not a table"):
         load(train, validation=text)

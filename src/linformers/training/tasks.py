@@ -141,7 +141,9 @@ def _named_table(task: str, split: str, data: Path | None) -> _Table:
 
 def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
     columns = text.split(",")
-    if not path.is_file() or files.file_type(path) not in files.TABLES:
+    if not path.is_file():
+        raise UserError(f"there is no file {argument}={str(path)!r}")
+    if files.file_type(path) not in files.TABLES:
         raise UserError(f"{argument}={str(path)!r} is not a table ({', '.join(files.TABLES)}; plain, .gz or .xz)")
     if len(columns) > 2 or len({*columns, label}) != len(columns) + 1:
         raise UserError(f"text={text!r} and label={label!r} must be one or two columns of text and another of labels")
