@@ -293,7 +293,7 @@ class LinformerAttention(ProjectedAttention):
         ranks = checked_ranks("attention_mask", attention_mask, hidden_states)
         name, source, source_ranks = "hidden_states", hidden_states, ranks
         if context is not None:
-            check_tensor("context", context, (len(hidden_states), "length", self.hidden_size))
+            check_tensor("context", context, (hidden_states.shape[0], "length", self.hidden_size))
             name, source, source_ranks = "context", context, checked_ranks("context_mask", context_mask, context)
             if source_ranks is not None:
                 context = reorder(zero_padding(context, source_ranks.mask), source_ranks.order)

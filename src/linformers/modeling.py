@@ -120,10 +120,11 @@ class FeedForward(nn.Module):
             self.chunk_size = config.chunk_size_feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
-        linear, tokens = self.intermediate, x.shape[:-1].numel()
+        linear = self.intermediate
         # A compiler plans memory itself, and a loop over chunks would fix the number of tokens.
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and tokens > self.chunk_size:
-            return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if x.shape[:-1].numel() > self.chunk_size:
+                return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
         if self.activation is gelu and serves(x, linear) and is_plain(linear, x):
             return self.output(linear_gelu(x, linear.weight, linear.bias))
         return self.output(self.activation(linear(x)))

@@ -53,7 +53,8 @@ class Projection(nn.Module):
         return weights
 
     def num_slots(self, seq_len: int, k: int) -> int:
-        return k if self.has_k_slots else self.live_slots(seq_len, k)
+        """The number of slots, at least 2 where k allows it: compilers specialize on an axis of length 1."""
+        return k if self.has_k_slots else min(k, max(2, self.live_slots(seq_len, k)))
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
         """The number of live slots of a sequence of `length` tokens; they are the first ones."""
@@ -63,10 +64,10 @@ class Projection(nn.Module):
         self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
     ) -> Tensor | None:
         """Which slots are live, (b or 1, slots); `None` if all of them are."""
-        slots = k if self.has_k_slots else self.live_slots(seq_len, k)
+        slots = k if self.has_k_slots else self.num_slots(seq_len, k)
         if lengths is None:
             # Every branch on the length costs a compiled graph, and an exported graph can have none.
-            if seq_len == self.max_length and not is_exporting():
+            if not is_exporting() and seq_len == self.max_length:
                 return None
             if not torch.compiler.is_compiling() and self.live_slots(seq_len, k, shift) == slots:
                 return None
@@ -125,8 +126,8 @@ class LinearProjection(Projection):
             if key not in windows:
                 windows[key] = window_matrix(self.max_length, key[0], seq_len, key[1], delta.dtype)
             E_0 = windows[key] if delta.dim() == 2 else windows[key][:, None]
-        # Reentrant checkpointing runs backward through E once for each layer, so autograd must not save a tensor here.
-        return torch.add(E_0, delta, alpha=self.scale)
+        # Not s * Δ: reentrant checkpointing runs backward through E once per layer, so autograd must not save a tensor.
+        return E_0 + torch.add(delta.new_zeros(()), delta, alpha=self.scale)
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         assert weights is not None
@@ -471,9 +472,7 @@ def mixed(
     for E, count in zip(parts, slots, strict=True):
         mask = torch.ones(1, 1, 1, count, dtype=torch.bool, device=device) if E.mask is None else E.mask
         masks.append(mask.mT.expand(-1, E.num_heads, -1, -1))
-    rows = max(len(mask) for mask in masks)
-    mask = join_heads([mask.expand(rows, -1, -1, -1) for mask in masks], heads).mT
-    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), mask)
+    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), join_heads(masks, heads).mT)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
