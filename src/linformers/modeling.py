@@ -122,9 +122,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         linear = self.intermediate
         # A compiler plans memory itself, and a loop over chunks would fix the number of tokens.
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if x.shape[:-1].numel() > self.chunk_size:
-                return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
+        in_chunks = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if in_chunks and x.shape[:-1].numel() > self.chunk_size:
+            return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
         if self.activation is gelu and serves(x, linear) and is_plain(linear, x):
             return self.output(linear_gelu(x, linear.weight, linear.bias))
         return self.output(self.activation(linear(x)))
