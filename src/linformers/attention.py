@@ -2,6 +2,7 @@ r"""Multi-head linear attention, equation 7: $\mathrm{softmax}(Q W_Q (E^T K W_K)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,10 +148,9 @@ class ProjectedAttention(nn.Module):
         if isinstance(E, MixedProjection) and attn_implementation != "eager":
             parts = []
             for part, heads, slots in zip(E.parts, E.heads, E.slots, strict=True):  # a smaller k costs less
-                own = [take(x, heads) for x in (query, key, value, *(near or ()))]
-                own_near = (own[3], own[4]) if near else None
-                own_key, own_value = own[1][:, :, :slots], own[2][:, :, :slots]
-                result, _ = self.attend(own[0], own_key, own_value, own_near, part, lengths, attn_implementation)
+                own = (take(query, heads), take(key, heads)[:, :, :slots], take(value, heads)[:, :, :slots])
+                own_near = None if near is None else (take(near[0], heads), take(near[1], heads))
+                result, _ = self.attend(*own, own_near, part, lengths, attn_implementation)
                 parts.append(result.transpose(1, 2))
             return join_heads(parts, E.heads).transpose(1, 2), None
 
@@ -170,13 +170,10 @@ class ProjectedAttention(nn.Module):
             # SDPA returns NaN for a row without any live slot: let it attend to zeros instead.
             value, mask = torch.where(mask.mT, value, 0), mask | ~mask.any(-1, keepdim=True)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-        options = {"scaling": self.scaling, "dropout": dropout, "is_causal": False}
+        attend = functools.partial(interface, self, scaling=self.scaling, dropout=dropout, is_causal=False)
         if near is None:
-            return interface(self, query, key, value, mask, **options)
-        return attend_locally(
-            lambda *inputs: interface(self, *inputs, **options),
-            query, key, value, *near, window=self.local_window, mask=mask, lengths=lengths,
-        )  # fmt: skip
+            return attend(query, key, value, mask)
+        return attend_locally(attend, query, key, value, *near, window=self.local_window, mask=mask, lengths=lengths)
 
 
 class LinformerAttention(ProjectedAttention):

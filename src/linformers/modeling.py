@@ -468,8 +468,11 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
                 values with `config.problem_type="regression"`, otherwise 0 or 1 for each.
         """
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        if not hidden_states.shape[1]:
+            raise UserError("input_ids has length 0: a text needs at least one token to be classified")
         pool = mean_of_real_tokens if self.config.classifier_pooling == "mean" else first_real_token
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(pool(hidden_states, attention_mask))
         loss = None
         if labels is not None:
             labels = self.check_labels(labels, logits)
@@ -588,8 +591,6 @@ def classifier_dropout(config: LinformerConfig) -> nn.Dropout:
 
 def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
     """The hidden state (b, d) of the first real token of each row."""
-    if not hidden_states.shape[1]:
-        raise UserError("input_ids has length 0: a text needs at least one token to be classified")
     if mask is None:
         return hidden_states[:, 0]
     first = mask.bool().int().argmax(1).to(hidden_states.device)  # (b,)
@@ -598,8 +599,6 @@ def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
 
 def mean_of_real_tokens(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
     """The mean (b, d) of the hidden states of the real tokens of each row; 0 if there are none."""
-    if not hidden_states.shape[1]:
-        raise UserError("input_ids has length 0: a text needs at least one token to be classified")
     if mask is None:
         return hidden_states.mean(1)
     real = mask.bool().to(hidden_states.device)[:, :, None]  # (b, n, 1)
