@@ -99,19 +99,19 @@ class ProjectedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `x` (b, n, d) to its own projection, or to that of `context` (b, m, d).
 
-        Padding is 0. Rows are sorted by rank, real tokens first, unless `ranks` is given.
+        `x` is 0 at padding, and sorted by rank (real tokens first) unless `ranks` is given.
 
         Args:
             x: the source of the queries and, without `context`, of the keys and values.
             E, F: the projections of keys and values.
-            lengths: the number of real tokens of each row of `x`, (b,); `None` if there is no padding.
+            lengths: the number of real tokens of each row of `x`, (b,), for the local window; E and F have their own.
             ranks: how to sort the rows of `x`, if they are not sorted.
             context: the source of keys and values, sorted by rank.
             attn_implementation: a name in transformers' registry of attention functions.
 
         Returns:
             The result (b, n, d) and, with `attn_implementation="eager"`, $\bar P$ (b, h, n, k) or, with a local window,
-            (b, h, n, k + 2w + 1): first the projected keys, then the exact ones from w positions before the query on.
+            (b, h, n, k + 2w + 1): the projected keys, then the exact ones from w positions before the query to w after.
         """
         if ranks is not None:
             x = reorder(x, ranks.order)
@@ -127,7 +127,9 @@ class ProjectedAttention(nn.Module):
 
         if ranks is not None:
             output = reorder(output, ranks.places)
-            probs = None if probs is None else reorder_probs(probs, E, ranks)
+            probs = None if probs is None else reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
+        if ranks is not None and context is None and probs is not None:
+            probs = restore_keys(probs, E, ranks)
         return output, probs
 
     def attend(
@@ -278,11 +280,11 @@ class LinformerAttention(ProjectedAttention):
             output_attentions: also return $\bar P$ (b, h, n, k).
         """
         if is_causal:
-            raise UserError(f"is_causal=True is not possible: {NO_CAUSAL}")
+            raise UserError(f"is_causal=True is not supported: {NO_CAUSAL}")
         if context is not None and self.local_window:
             raise UserError(
-                f"local_window={self.local_window} is for self-attention: positions of hidden_states and context are "
-                "unrelated"
+                f"local_window={self.local_window} supports only self-attention: positions in hidden_states and context "
+                "are unrelated"
             )
         if context_mask is not None and context is None:
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
@@ -307,12 +309,13 @@ class LinformerAttention(ProjectedAttention):
             context,
             "eager" if output_attentions else self.attn_implementation,
         )
+        if probs is not None and context is not None and source_ranks is not None:
+            probs = restore_keys(probs, E, source_ranks)
         return (output, probs) if output_attentions else output
 
 
-def reorder_probs(probs: Tensor, E: EF, ranks: Ranks) -> Tensor:
-    r"""Put the queries of $\bar P$ (b, h, n, k) back in place, and the keys as well where they are tokens."""
-    probs = reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
+def restore_keys(probs: Tensor, E: EF, ranks: Ranks) -> Tensor:
+    r"""Put the keys of $\bar P$ (b, h, n, k) back in place, if each key is a token."""
     if isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten:  # type: ignore[attr-defined]
         probs = reorder(probs.permute(0, 3, 1, 2), ranks.places).permute(0, 2, 3, 1)
     return probs

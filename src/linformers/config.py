@@ -41,7 +41,7 @@ DEFAULT_PROJECTED_LENGTH = 256
 MAX_WINDOW = 512
 
 NO_CAUSAL = (
-    "a projected key mixes all positions, so masking the future after E and F would still leak it; "
+    "each projected key mixes all positions, so a causal mask cannot hide future tokens; "
     "Linformer is an encoder and has no causal mode"
 )
 
@@ -92,9 +92,9 @@ class LinformerConfig(PreTrainedConfig):
             window, and 0.12 otherwise; it is resolved when a model is built.
         position_init: position embeddings are learned and start as sines and cosines with wavelengths up to 2πn tokens
             (`"waves"`) or 20,000π tokens (`"sinusoidal"`, Vaswani et al., 2017), or as noise (`"normal"`, RoBERTa).
-        initial_self_score: if set, keys start as copies of queries, scaled so that a token's attention score with
-            itself is about this value (without a local window, $\sqrt{n/k}$ times this value). `None`: queries and
-            keys start independently, as in RoBERTa.
+        initial_self_score: if set, the key weights start as a copy of the query weights, scaled so that a token's
+            attention score with itself is about this value (without a local window, $\sqrt{n/k}$ times this value).
+            `None`: they start independently, as in RoBERTa.
         norm_first: LayerNorm before each block and after the last one (pre-norm) instead of RoBERTa's post-norm.
         classifier_pooling: sequence classification uses the first real token (`"cls"`) or the `"mean"` of all of them.
         sparse_prediction: masked-language modeling computes logits at labeled positions only.
@@ -176,7 +176,7 @@ class LinformerConfig(PreTrainedConfig):
             "norm_first": False,
         }
         config = cls(**{**fields, **overrides})
-        if "projection_scale" not in overrides:
+        if "projection_scale" not in overrides and config.projection == "linear":
             config.projection_scale = n / config.largest_projected_length  # s = 1
         return config
 
@@ -263,7 +263,7 @@ class LinformerConfig(PreTrainedConfig):
                 raise UserError(f"{name}={token!r} must be None or an integer from 0 to {self.vocab_size - 1}")
         for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
             if getattr(self, name, False):
-                raise UserError(f"{name}=True is not possible: {NO_CAUSAL}")
+                raise UserError(f"{name}=True is not supported: {NO_CAUSAL}")
         if self.problem_type is not None:
             check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
         check_choice("hidden_act", self.hidden_act, ACT2FN)
@@ -289,16 +289,16 @@ class LinformerConfig(PreTrainedConfig):
             )
 
     def check_buildable(self) -> None:
-        """What only a model needs: fields may be assigned one by one until it is built."""
+        """Also check what applies only when a model is built, since fields may be assigned one at a time before."""
         self.check()
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
 
     def _refuse_misspelled(self, unknown: Iterable[str]) -> None:
-        """Refuse an unknown key that resembles a field: transformers would store it without effect."""
+        """Refuse an unknown key that resembles a field: transformers would silently store it."""
         fields = [field.name for field in dataclasses.fields(self)]
         for name in unknown:
             if name == "causal":
-                raise UserError(f"causal is not possible: {NO_CAUSAL}")
+                raise UserError(f"causal is not supported: {NO_CAUSAL}")
             if name in ("projected_lengths", "local_windows"):
                 meant: str | None = name[:-1]
             elif hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_KEYS:
@@ -321,7 +321,7 @@ class LinformerConfig(PreTrainedConfig):
 
 
 def van_der_corput(number: int) -> float:
-    """0, 1/2, 1/4, 3/4, 1/8, …: the binary digits of `number`, mirrored at the point."""
+    """0, 1/2, 1/4, 3/4, 1/8, …: the binary digits of `number`, reversed after the binary point."""
     digits = f"{number:b}"[::-1]
     return int(digits, 2) / 2 ** len(digits)
 

@@ -31,8 +31,8 @@ from .errors import UserError
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, reorder, zero_padding
-from .projections import EF, ConvProjection, LinearProjection, is_plain
-from .resizing import build_projections, check_checkpoint, refuse_other_length, resize_length
+from .projections import EF, ConvProjection, LinearProjection, Projections, is_plain
+from .resizing import check_checkpoint, refuse_other_length, resize_length
 
 logger = logging.get_logger(__name__)
 
@@ -133,7 +133,9 @@ class FeedForward(nn.Module):
 class LinformerLayer(GradientCheckpointingLayer):
     """Attention onto projected keys and values, then a feed-forward network, each with a residual and a LayerNorm.
 
-    Attention expects zeros at padding. Setting them right after a norm lets a compiler fuse the two.
+    The input of attention is 0 at padding; with post-norm, so are the input and output of the layer. Padding is set
+    to 0 right after a norm, so that a compiler can fuse the two. Transformers' `capture_outputs` records attention
+    probabilities with a hook.
     """
 
     def __init__(self, config: LinformerConfig, layer_idx: int) -> None:
@@ -215,7 +217,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Initialize as transformers does; then, with `initial_self_score`, copy queries to keys."""
-        # transformers does not call `_init_weights` for modules without weights of their own.
+        # Only new layers: others were loaded, or initialized with the inner LinformerModel of a head.
         new = [module for module in self.modules() if not hasattr(module, "_is_hf_initialized")]
         super().initialize_weights()
         config = self.config
@@ -268,7 +270,7 @@ class LinformerModel(LinformerPreTrainedModel):
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__(config)
         self.embeddings = LinformerEmbeddings(config)
-        self.projections = build_projections(config)
+        self.projections = Projections.from_config(config)
         self.layers = nn.ModuleList(LinformerLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
         self.gradient_checkpointing = False
@@ -307,24 +309,25 @@ class LinformerModel(LinformerPreTrainedModel):
             logger.warning_once(f"output_attentions=True: attn_implementation='eager' replaces {attn_implementation!r}")
             attn_implementation = "eager"
 
-        ranks = order = positions = mask = lengths = None
+        # Rows are sorted by rank once, here. If intermediate outputs are requested, every token stays in its place
+        # instead, and each layer sorts the input of its attention.
+        sort_here = attention_mask is not None and not (output_attentions or output_hidden_states)
+        ranks = positions = mask = lengths = None
         if attention_mask is not None:
             ranks = Ranks.of(attention_mask)
-            lengths = ranks.lengths
-            if output_attentions or output_hidden_states:  # tokens stay where they are, and each layer sorts its keys
-                positions, mask = ranks.places, ranks.mask
-            else:
-                order, mask, ranks = ranks, ranks.sorted_mask, None
-                input_ids = None if input_ids is None else reorder(input_ids, order.order)
-                token_type_ids = None if token_type_ids is None else reorder(token_type_ids, order.order)
-                inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, order.order)
+            lengths, mask, positions = ranks.lengths, ranks.mask, ranks.places
+        if ranks is not None and sort_here:
+            mask, positions = ranks.sorted_mask, None
+            input_ids = None if input_ids is None else reorder(input_ids, ranks.order)
+            token_type_ids = None if token_type_ids is None else reorder(token_type_ids, ranks.order)
+            inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, ranks.order)
 
         x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
         for layer, (E, F) in zip(self.layers, self.projections(x.shape[1], lengths, x.device), strict=True):
-            x = layer(x, E, F, mask, lengths, ranks, attn_implementation)
+            x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return BaseModelOutput(x if order is None else reorder(x, order.places))
+        return BaseModelOutput(reorder(x, ranks.places) if ranks is not None and sort_here else x)
 
     def check_inputs(
         self,
@@ -334,17 +337,17 @@ class LinformerModel(LinformerPreTrainedModel):
         inputs_embeds: Tensor | None,
         kwargs: dict[str, Any],
     ) -> None:
-        """Check the arguments of `forward`, and drop those that ask for nothing."""
+        """Check the arguments of `forward`, and drop unused ones (`None` or `False`)."""
         for name, value in list(kwargs.items()):
             if name in KNOWN_ARGUMENTS:
                 continue
-            if value is None or value is False:  # asks for nothing
+            if value is None or value is False:
                 del kwargs[name]
             elif name in REFUSED_ARGUMENTS:
-                raise UserError(f"{name} is not possible: {REFUSED_ARGUMENTS[name]}")
+                raise UserError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
             else:
                 names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
-                raise TypeError(f"a Linformer takes no argument {name!r}{did_you_mean(nearest_name(name, names))}")
+                raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(nearest_name(name, names))}")
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -470,7 +473,7 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         hidden_states = outputs.last_hidden_state
         if not hidden_states.shape[1]:
-            raise UserError("input_ids has length 0: a text needs at least one token to be classified")
+            raise UserError("the input has length 0: a text needs at least one token to be classified")
         pool = mean_of_real_tokens if self.config.classifier_pooling == "mean" else first_real_token
         logits = self.classifier(pool(hidden_states, attention_mask))
         loss = None

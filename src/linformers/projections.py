@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .config import LinformerConfig
 from .ops.compiling import is_exporting
 
 T = TypeVar("T", int, Tensor)
@@ -27,7 +28,7 @@ class Projection(nn.Module):
     """Whether $(E^T x) W = E^T (x W)$: the map is linear and the same for all channels."""
 
     has_k_slots: ClassVar[bool] = False
-    """Whether a shorter input has k slots as well, of which only the first are live."""
+    """Whether inputs shorter than n also have k slots, only the first of which are live."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -43,14 +44,10 @@ class Projection(nn.Module):
         Args:
             tokens: sorted by rank, and 0 at padding.
             k: the projected length.
-            weights: from `forward` and `columns`.
+            weights: from `forward`, with columns merged where k is smaller.
             lengths: the number of real tokens of each row, (b,); `None` if there is no padding.
         """
         raise NotImplementedError
-
-    def columns(self, weights: Tensor | None, k: int) -> Tensor | None:
-        """The weights of heads whose k is smaller than that of the projection that they share."""
-        return weights
 
     def num_slots(self, seq_len: int, k: int) -> int:
         """The number of slots, at least 2 where k allows it: compilers specialize on an axis of length 1."""
@@ -75,7 +72,7 @@ class Projection(nn.Module):
         return torch.arange(slots, device=device) < self.live_slots(lengths, k, shift)[:, None]
 
     def load_resized(self, other: Projection, cut: bool) -> None:
-        """Take over what `other`, for another n or k, has learned. `cut`: n shrinks and n/k stays the same."""
+        """Copy the learned weights of `other`, which has another n or k. `cut`: n shrinks and n/k stays the same."""
 
 
 class LinearProjection(Projection):
@@ -88,7 +85,7 @@ class LinearProjection(Projection):
     Args:
         max_length: n.
         projected_length: k.
-        num_heads: if set, one matrix for each of so many heads: Δ is (n, h, k).
+        num_heads: if set, the number of heads with separate matrices: Δ is (n, h, k).
         init: `"window"` or `"gaussian"`.
         scale: s.
     """
@@ -138,12 +135,9 @@ class LinearProjection(Projection):
         E_T = weights.movedim(0, -1).to(dtype)  # (k, n) or (h, k, n)
         return E_T.expand(*tokens.shape[:-2], *E_T.shape[-2:]) @ tokens.to(dtype)
 
-    def columns(self, weights: Tensor | None, k: int) -> Tensor | None:
-        """Average adjacent columns of E, so that k remain."""
-        assert weights is not None
+    def merge_columns(self, weights: Tensor, k: int) -> Tensor:
+        """Average adjacent columns of E, for heads whose k is smaller than that of the matrix they share."""
         ratio = weights.shape[-1] // k
-        if ratio == 1:
-            return weights
         means = weights.unflatten(-1, (k, ratio)).mean(-1)
         # A mean of windows is a wider window, but a mean of independent columns is smaller than each of them.
         return torch.add(means.new_zeros(()), means, alpha=ratio**0.5) if self.init == "gaussian" else means
@@ -187,7 +181,7 @@ class ConvProjection(WindowProjection):
     Args:
         max_length: n.
         projected_length: k, which divides n.
-        num_heads: if set, one kernel for each of so many heads: (h, n/k, d_head).
+        num_heads: if set, the number of heads with separate kernels: (h, n/k, d_head).
         head_dim: d_head; each channel has its own kernel.
     """
 
@@ -309,8 +303,7 @@ Linear = nn.Linear | SomeHeads
 class ReadyProjection(NamedTuple):
     """E or F of one layer, ready to apply to its tokens.
 
-    It holds tensors instead of modules, so that data parallelism, offloading and checkpointing can move and track what
-    a layer is given.
+    The weights are plain tensors, so that data parallelism, offloading and checkpointing can move and track them.
 
     Attributes:
         shorten: the arithmetic, `Projection.shorten`.
@@ -332,7 +325,7 @@ class ReadyProjection(NamedTuple):
 
     def __call__(self, x: Tensor, linear: Linear) -> Tensor:
         """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head)."""
-        if self.commutes:  # (Eᵀ x) W costs k rows of W instead of n
+        if self.commutes:  # (Eᵀ x) W applies W to k rows instead of n
             return split_heads(linear(self.shorten(x, self.k, self.weights, self.lengths)), self.num_heads)
         tokens, bias = apply_without_bias(linear, x, self.num_heads)
         return self.shorten(tokens, self.k, self.weights, self.lengths) + bias
@@ -343,7 +336,7 @@ class MixedProjection(NamedTuple):
 
     Attributes:
         parts: the projections.
-        heads: the numbers of the heads that each of them serves.
+        heads: the head indices of each part.
         slots: the number of slots of each of them.
         mask: which slots are live, (b or 1, h, 1, most slots).
     """
@@ -383,7 +376,7 @@ class Projections(nn.ModuleList):
         head_dim: d_head.
         projection, sharing, init: the fields `projection`, `sharing` and `projection_init` of `LinformerConfig`.
         scale: c; E learns at the relative rate s = c·k/n, with the largest k.
-        shifts: by how many rows E and F are moved down in each layer. The first row stands for all tokens before it,
+        shifts: by how many rows E and F are moved down in each layer. Row 0 is repeated for the first `shift` tokens,
             so the first window grows and the last one shrinks.
     """
 
@@ -403,7 +396,7 @@ class Projections(nn.ModuleList):
         self.max_length = max_length
         self.shifts = tuple(shifts)
         self.groups = [group_heads(lengths) for lengths in projected_lengths]  # (k, heads) of each layer
-        self.owners: list[tuple[list[int], list[int]]] = []  # the module of each group, for E and F of each layer
+        self.module_ids: list[tuple[list[int], list[int]]] = []  # of each layer: for E and for F, one per group
         largest = max(k for lengths in projected_lengths for k in lengths)
 
         def add(k: int, num_heads: int | None = None) -> int:
@@ -418,32 +411,48 @@ class Projections(nn.ModuleList):
 
         for layer, groups in enumerate(self.groups):
             k = max(k for k, _ in groups)
-            if sharing == "layerwise" or projection in WITHOUT_WEIGHTS:
+            if sharing == "layerwise" or projection in WITHOUT_WEIGHTS:  # module 0 for everything
                 E = F = [0 if layer else add(largest)] * len(groups)
-            elif sharing == "key-value":
+            elif sharing == "key-value":  # one module per layer
                 E = F = [add(k)] * len(groups)
-            elif sharing == "headwise":
-                E, F = ([add(k)] * len(groups) for _ in ("E", "F"))
-            else:
-                E, F = ([add(k, len(heads)) for k, heads in groups] for _ in ("E", "F"))
-            self.owners.append((E, F))
+            elif sharing == "headwise":  # two modules per layer
+                E, F = [add(k)] * len(groups), [add(k)] * len(groups)
+            else:  # "none": two modules per layer and k, each with a matrix for every head
+                E = [add(k, len(heads)) for k, heads in groups]
+                F = [add(k, len(heads)) for k, heads in groups]
+            self.module_ids.append((E, F))
+
+    @classmethod
+    def from_config(cls, config: LinformerConfig) -> Projections:
+        return cls(
+            config.projected_lengths,
+            config.max_position_embeddings,
+            config.hidden_size // config.num_attention_heads,
+            projection=config.projection,
+            sharing=config.sharing,
+            init=config.projection_init,
+            scale=config.resolved_projection_scale,
+            shifts=config.window_shifts,
+        )
 
     def forward(self, seq_len: int, lengths: Tensor | None, device: torch.device) -> list[tuple[EF, EF]]:
         """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
-        windows: dict[Any, Tensor] = {}
+        window_cache: dict[Any, Tensor] = {}
         masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
         weights: list[Any] = []
-        most = max(self.shifts) if seq_len else 0
+        max_shift = max(self.shifts) if seq_len else 0
         for module in self:
-            E = module(seq_len, windows) if isinstance(module, LinearProjection) else module(seq_len)
-            # Each layer reads its rows of E from its own offset.
-            weights.append(torch.cat([E[:1].expand(most, *E.shape[1:]), E]) if most else E)
+            E = module(seq_len, window_cache) if isinstance(module, LinearProjection) else module(seq_len)
+            # In a layer with shift s, token r uses row max(r - s, 0): prepend copies of row 0, then slice.
+            weights.append(torch.cat([E[:1].expand(max_shift, *E.shape[1:]), E]) if max_shift else E)
 
-        def ready(owner: int, k: int, heads: tuple[int, ...], shift: int) -> ReadyProjection:
-            projection: Any = self[owner]
-            E = weights[owner].narrow(0, most - shift, seq_len) if most else weights[owner]
+        def ready(module_id: int, k: int, heads: tuple[int, ...], shift: int) -> ReadyProjection:
+            projection: Any = self[module_id]
+            E = weights[module_id]
+            if max_shift:
+                E = E.narrow(0, max_shift - shift, seq_len)
             if projection.has_k_slots and E.shape[-1] != k:
-                E = projection.columns(E, k)
+                E = projection.merge_columns(E, k)
             if (k, shift) not in masks:
                 mask = projection.slot_mask(seq_len, k, shift, lengths, device)
                 masks[k, shift] = None if mask is None else mask[:, None, None, :]
@@ -451,16 +460,17 @@ class Projections(nn.ModuleList):
             return ReadyProjection(projection.shorten, k, E, lengths, masks[k, shift], len(heads), commutes)
 
         pairs: list[tuple[EF, EF]] = []
-        for shift, groups, owners in zip(self.shifts, self.groups, self.owners, strict=True):
-            sides: list[EF] = []
-            for own in owners[:1] if owners[0] is owners[1] else owners:
+        for shift, groups, (E_ids, F_ids) in zip(self.shifts, self.groups, self.module_ids, strict=True):
+            E_and_F: list[EF] = []
+            for ids in (E_ids,) if F_ids is E_ids else (E_ids, F_ids):
                 if len(groups) == 1:
-                    sides.append(ready(own[0], *groups[0], shift))
-                    continue
-                parts = [ready(owner, *group, shift) for owner, group in zip(own, groups, strict=True)]
-                slots = [self[owner].num_slots(seq_len, k) for owner, (k, _) in zip(own, groups, strict=True)]  # type: ignore[operator]
-                sides.append(mixed(parts, [heads for _, heads in groups], slots, device))
-            pairs.append((sides[0], sides[-1]))
+                    E_and_F.append(ready(ids[0], *groups[0], shift))
+                else:
+                    projection: Any = self[ids[0]]
+                    parts = [ready(i, *group, shift) for i, group in zip(ids, groups, strict=True)]
+                    slots = [projection.num_slots(seq_len, k) for k, _ in groups]
+                    E_and_F.append(mixed(parts, [heads for _, heads in groups], slots, device))
+            pairs.append((E_and_F[0], E_and_F[-1]))
         return pairs
 
 
@@ -476,7 +486,7 @@ def mixed(
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """The heads of a layer by their k."""
+    """Group the heads of a layer by k."""
     return [
         (k, tuple(head for head, length in enumerate(projected_lengths) if length == k))
         for k in dict.fromkeys(projected_lengths)
@@ -492,7 +502,7 @@ def take(tensor: Tensor, heads: Sequence[int], dim: int = 1) -> Tensor:
 
 
 def join_heads(parts: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Tensor:
-    """Join parts (b, some heads, slots, d) in the order of the heads, with slots padded with zeros to the most."""
+    """Concatenate parts (b, heads, slots, d) in head order, zero-padding each to the largest number of slots."""
     slots = max(part.shape[2] for part in parts)
     by_head = {
         head: functional.pad(part[:, i], (0, 0, 0, slots - part.shape[2]))
@@ -519,7 +529,7 @@ def apply_without_bias(linear: Linear, x: Tensor, num_heads: int) -> tuple[Tenso
 
 
 def is_plain(linear: Linear, tokens: Tensor) -> bool:
-    """Whether a layer is nothing but its weights: an adapted, offloaded or hooked layer must be called."""
+    """Whether a layer can be computed from its weights; an adapted, offloaded or hooked layer must be called."""
     linear = linear.linear if isinstance(linear, SomeHeads) else linear
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and linear.weight.device == tokens.device and not hooked

@@ -26,13 +26,14 @@ def linformer_attention(
 
     $$\mathrm{head}_i = \mathrm{softmax}\left(\frac{x W^Q_i\,(E_i^T x W^K_i)^T}{\sqrt{d_{head}}}\right) F_i^T x W^V_i$$
 
-    Biases are added after projecting. With a window, the softmax is also over the exact keys at most `window` positions
-    away. In a batch with padding, x holds the real tokens of one row: a token's position is its rank among them.
+    The paper writes E K; with E of shape (n, k), this is $E^T K$. Biases are added after projecting. With a window, the
+    softmax is also over the exact keys at most `window` positions away. In a batch with padding, x holds the real
+    tokens of one row: a token's position is its rank among them.
 
     Args:
         x: the tokens, (n, d).
         query, key, value: W (d, d), which multiplies from the right, and b (d,).
-        E, F: the rows of the tokens and the columns of the live slots, (n, k) or one for each head, (h, n, k).
+        E, F: restricted to the rows of x's tokens and the columns of live slots, (n, k) or per head (h, n, k).
         num_heads: h.
         window: w, or 0 for none.
 
@@ -75,12 +76,12 @@ def attend(
         query: (b, h, n, d_head).
         key: the projected keys $E^T K W_K$, (b, h, k, d_head).
         value: the projected values $F^T V W_V$, (b, h, k, d_head).
-        mask: true at the keys to attend to, broadcastable to (b, h, n, k). A query without any gets zeros.
+        mask: true at the keys to attend to, broadcastable to (b, h, n, k). The output is 0 for a query without any.
         scaling: usually $d_{head}^{-1/2}$.
         dropout: the probability of dropping an entry of $\bar P$.
 
     Returns:
-        The result (b, h, n, d_head) and $\bar P$ (b, h, n, k), which is exactly 0 where `mask` is false.
+        The result (b, h, n, d_head) and $\bar P$ after dropout (b, h, n, k), exactly 0 where `mask` is false.
     """
     dtype, precise = query.dtype, torch.promote_types(query.dtype, torch.float32)
     # Autocast would round scores to half precision, and unscaled ones can exceed the range of float16.

@@ -1,4 +1,4 @@
-"""Another n or k for a trained model, and which checkpoints fit a config."""
+"""Resize a trained model to another n or k, and check that a checkpoint matches a config."""
 
 from __future__ import annotations
 
@@ -18,21 +18,6 @@ from .projections import Projections
 
 # Arguments of `from_pretrained` that locate a checkpoint.
 LOCATION = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-# Fields without which the weights of a projection mean something else.
-PROJECTION_MEANING = ("sharing", "projection_init", "shifted_windows")
-
-
-def build_projections(config: LinformerConfig) -> Projections:
-    return Projections(
-        config.projected_lengths,
-        config.max_position_embeddings,
-        config.hidden_size // config.num_attention_heads,
-        projection=config.projection,
-        sharing=config.sharing,
-        init=config.projection_init,
-        scale=config.resolved_projection_scale,
-        shifts=config.window_shifts,
-    )
 
 
 @torch.no_grad()
@@ -58,10 +43,10 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
 
     base = model.base_model
     with torch.device("meta"):
-        projections = build_projections(new)
+        projections = Projections.from_config(new)
     projection: Any
     for projection, source in zip(projections, base.projections, strict=True):
-        for like in source.parameters():
+        for like in source.parameters():  # one, or none
             projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
         projection.load_resized(source, cut)
     base.projections = projections
@@ -81,7 +66,7 @@ def resized_embedding(embedding: nn.Embedding, max_length: int, cut: bool) -> nn
 
 
 def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a checkpoint that `from_pretrained(name, **kwargs)` cannot load, or would load with another meaning."""
+    """Refuse a checkpoint that `from_pretrained(name, **kwargs)` cannot load, or would interpret differently."""
     location = {key: value for key, value in kwargs.items() if key in LOCATION}
     values, _ = LinformerConfig.get_config_dict(name, **location)
     kind = values.get("model_type")
@@ -98,7 +83,7 @@ def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> Non
 
 
 def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
-    """Refuse a config under which the weights of a checkpoint do not fit, or would mean something else."""
+    """Refuse a config that does not fit the weights of a checkpoint, or would interpret them differently."""
     n, same_projection = asked.max_position_embeddings, saved.projection == asked.projection
     if saved.num_attention_heads != asked.num_attention_heads:
         raise UserError(
@@ -114,15 +99,17 @@ def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
             f"k={k} was requested; load it as it is, then call model.resize_length({n}, {k})"
         )
     meaning: dict[str, tuple[Any, Any]] = {"norm_first": (saved.norm_first, asked.norm_first)}
-    if same_projection:
-        meaning |= {name: (getattr(saved, name), getattr(asked, name)) for name in PROJECTION_MEANING}
-        if saved.projection == "linear":
-            meaning["projection_scale"] = (saved.resolved_projection_scale, asked.resolved_projection_scale)
+    if same_projection and saved.projection in ("linear", "conv"):
+        meaning["sharing"] = (saved.sharing, asked.sharing)
+    if same_projection and saved.projection == "linear":
+        meaning["projection_init"] = (saved.projection_init, asked.projection_init)
+        meaning["shifted_windows"] = (saved.shifted_windows, asked.shifted_windows)
+        meaning["projection_scale"] = (saved.resolved_projection_scale, asked.resolved_projection_scale)
     for name, (theirs, ours) in meaning.items():
         if theirs != ours:
             raise UserError(
-                f"the checkpoint was trained with {name}={theirs!r}; with {ours!r} its weights would mean something "
-                f"else: use {name}={theirs!r}"
+                f"the checkpoint was trained with {name}={theirs!r}; {ours!r} would interpret its weights differently: "
+                f"use {name}={theirs!r}"
             )
 
 

@@ -44,5 +44,5 @@ def reorder(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Set `tokens` (b, n, d) to 0 where `mask` (b, n) is false: a choice, not a product, since 0 · NaN is NaN."""
+    """Set `tokens` (b, n, d) to 0 where `mask` (b, n) is false: with `where`, not a product, since 0 · NaN is NaN."""
     return tokens if mask is None else torch.where(mask[..., None], tokens, 0)
