@@ -244,7 +244,9 @@ class LinformerAttention(ProjectedAttention):
                 [lengths], max_length, projection=projection, sharing=sharing, length_name="max_length"
             )
         has_windows = projection == "linear" and projection_init == "window"
-        check_shift(window_shift, max_length // max(lengths) if has_windows else 1)
+        max_shift = max_length // max(lengths) - 1 if has_windows else 0
+        if not is_number(window_shift, int) or not 0 <= window_shift <= max_shift:
+            raise UserError(f"window_shift={window_shift!r} must be an integer from 0 to {max_shift}, below ⌊n/k⌋")
         super().__init__(hidden_size, num_heads, dropout, local_window)
         self.max_length = max_length
         self.attn_implementation = registered_name(attn_implementation)
@@ -282,10 +284,7 @@ class LinformerAttention(ProjectedAttention):
         if is_causal:
             raise UserError(f"is_causal=True is not supported: {NO_CAUSAL}")
         if context is not None and self.local_window:
-            raise UserError(
-                f"local_window={self.local_window} supports only self-attention: positions in hidden_states and context "
-                "are unrelated"
-            )
+            raise UserError(f"local_window={self.local_window} supports only self-attention, not a context")
         if context_mask is not None and context is None:
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
         check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
@@ -356,9 +355,3 @@ def registered_name(attn_implementation: str) -> str:
         choices = [name for name in known if name != TRITON and "|" not in name]  # those with | are for generation
         check_choice("attn_implementation", attn_implementation, ["eager", "triton", *choices])
     return name
-
-
-def check_shift(shift: Any, window: int) -> None:
-    if not is_number(shift, int) or not 0 <= shift < window:
-        valid = f"an integer from 0 to {window - 1}, less than a window of n/k tokens" if window > 1 else "0"
-        raise UserError(f"window_shift={shift!r} must be {valid}: it shifts the initial windows of E")
