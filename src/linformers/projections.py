@@ -116,15 +116,16 @@ class LinearProjection(Projection):
             nn.init.zeros_(self.delta)
 
     def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor:
-        """The first `seq_len` rows of E; `windows` holds $E_0$ for each k and device once it has been computed."""
-        delta, E_0 = self.delta[:seq_len], self.delta.new_zeros(())  # (n, k) or (n, h, k)
-        if self.init == "window":
-            windows, key = {} if windows is None else windows, (delta.shape[-1], delta.device)
-            if key not in windows:
-                windows[key] = window_matrix(self.max_length, key[0], seq_len, key[1], delta.dtype)
-            E_0 = windows[key] if delta.dim() == 2 else windows[key][:, None]
+        """The first `seq_len` rows of E; `windows` caches $E_0$ by k and device."""
+        delta = self.delta[:seq_len]  # (n, k) or (n, h, k)
         # Not s * Δ: reentrant checkpointing runs backward through E once per layer, so autograd must not save a tensor.
-        return E_0 + torch.add(delta.new_zeros(()), delta, alpha=self.scale)
+        E = torch.add(delta.new_zeros(()), delta, alpha=self.scale)
+        if self.init == "gaussian":
+            return E
+        windows, key = {} if windows is None else windows, (delta.shape[-1], delta.device)
+        if key not in windows:
+            windows[key] = window_matrix(self.max_length, key[0], seq_len, key[1], delta.dtype)
+        return E + (windows[key] if delta.dim() == 2 else windows[key][:, None])
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         assert weights is not None
