@@ -38,17 +38,7 @@ from .ops.attend import attend as triton_attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
 from .ops.ranks import Ranks, reorder, zero_padding
-from .projections import (
-    EF,
-    IdentityProjection,
-    MixedProjection,
-    Projections,
-    ReadyProjection,
-    join_heads,
-    project,
-    split_heads,
-    take,
-)
+from .projections import EF, MixedProjection, Projections, is_identity, join_heads, project, split_heads, take
 
 # The name of our kernels in transformers' global registry of attention functions; users write "triton".
 TRITON = "linformer_triton"
@@ -95,27 +85,33 @@ class ProjectedAttention(nn.Module):
         lengths: Tensor | None = None,
         ranks: Ranks | None = None,
         context: Tensor | None = None,
+        context_ranks: Ranks | None = None,
         attn_implementation: str = TRITON,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `x` (b, n, d) to its own projection, or to that of `context` (b, m, d).
 
-        `x` is 0 at padding, and sorted by rank (real tokens first) unless `ranks` is given.
+        Padding is 0. Rows are sorted by rank (real tokens first) unless `ranks` is given.
 
         Args:
             x: the source of the queries and, without `context`, of the keys and values.
             E, F: the projections of keys and values.
             lengths: the number of real tokens of each row of `x`, (b,), for the local window; E and F have their own.
             ranks: how to sort the rows of `x`, if they are not sorted.
-            context: the source of keys and values, sorted by rank.
+            context: the source of keys and values, if it is not `x`.
+            context_ranks: how to sort the rows of `context`.
             attn_implementation: a name in transformers' registry of attention functions.
 
         Returns:
             The result (b, n, d) and, with `attn_implementation="eager"`, $\bar P$ (b, h, n, k) or, with a local window,
             (b, h, n, k + 2w + 1): the projected keys, then the exact ones from w positions before the query to w after.
         """
-        if ranks is not None:
-            x = reorder(x, ranks.order)
-        source = x if context is None else context
+        source, source_ranks = (x, ranks) if context is None else (context, context_ranks)
+        if source_ranks is not None and is_identity(E):  # each token is a key, in any order
+            E = E._replace(mask=source_ranks.mask[:, None, None])
+        elif source_ranks is not None:
+            source = reorder(source, source_ranks.order)
+        if self.local_window and ranks is not None:  # neighbors must be adjacent
+            x = source
 
         query = split_heads(self.query(x), self.num_heads)  # Q W_Q                        (b, h, n, d_head)
         key, value = project(source, E, F, self.key, self.value)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
@@ -125,11 +121,9 @@ class ProjectedAttention(nn.Module):
         heads, probs = self.attend(query, key, value, near, E, lengths, attn_implementation)  # (b, n, h, d_head)
         output = self.output(heads.flatten(2))
 
-        if ranks is not None:
+        if self.local_window and ranks is not None:
             output = reorder(output, ranks.places)
             probs = None if probs is None else reorder(probs.transpose(1, 2), ranks.places).transpose(1, 2)
-        if ranks is not None and context is None and probs is not None:
-            probs = restore_keys(probs, E, ranks)
         return output, probs
 
     def attend(
@@ -289,12 +283,11 @@ class LinformerAttention(ProjectedAttention):
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
         check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
         ranks = checked_ranks("attention_mask", attention_mask, hidden_states)
-        name, source, source_ranks = "hidden_states", hidden_states, ranks
+        name, source, source_ranks, context_ranks = "hidden_states", hidden_states, ranks, None
         if context is not None:
             check_tensor("context", context, (hidden_states.shape[0], "length", self.hidden_size))
-            name, source, source_ranks = "context", context, checked_ranks("context_mask", context_mask, context)
-            if source_ranks is not None:
-                context = reorder(zero_padding(context, source_ranks.mask), source_ranks.order)
+            context_ranks = checked_ranks("context_mask", context_mask, context)
+            name, source, source_ranks = "context", context, context_ranks
         if source.shape[1] > self.max_length:
             refuse_length(name, source.shape[1], self.max_length, "create the layer with a larger max_length")
         lengths = None if source_ranks is None else source_ranks.lengths
@@ -305,19 +298,11 @@ class LinformerAttention(ProjectedAttention):
             F,
             None if ranks is None else ranks.lengths,
             ranks,
-            context,
+            context if context_ranks is None or context is None else zero_padding(context, context_ranks.mask),
+            context_ranks,
             "eager" if output_attentions else self.attn_implementation,
         )
-        if probs is not None and context is not None and source_ranks is not None:
-            probs = restore_keys(probs, E, source_ranks)
         return (output, probs) if output_attentions else output
-
-
-def restore_keys(probs: Tensor, E: EF, ranks: Ranks) -> Tensor:
-    r"""Put the keys of $\bar P$ (b, h, n, k) back in place, if each key is a token."""
-    if isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten:  # type: ignore[attr-defined]
-        probs = reorder(probs.permute(0, 3, 1, 2), ranks.places).permute(0, 2, 3, 1)
-    return probs
 
 
 def checked_ranks(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:

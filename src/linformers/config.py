@@ -235,10 +235,6 @@ class LinformerConfig(PreTrainedConfig):
             copied.projection_scale = self.resolved_projection_scale
         return copied
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the resolved config, because the weights beside it were trained with its values."""
-        super(LinformerConfig, self.resolved()).save_pretrained(*args, **kwargs)
-
     def check(self) -> None:
         """Raise a `UserError` that names the first invalid field or combination of fields."""
         self._check_labels({})

@@ -176,6 +176,7 @@ class LinformerLayer(GradientCheckpointingLayer):
 class LinformerPreTrainedModel(PreTrainedModel):
     """What all Linformer models share: initialization, loading, saving, and resizing."""
 
+    config: LinformerConfig
     config_class = LinformerConfig
     base_model_prefix = "linformer"
     supports_gradient_checkpointing = True
@@ -245,6 +246,15 @@ class LinformerPreTrainedModel(PreTrainedModel):
             with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save a model with its resolved config: the values that its weights were trained with."""
+        config = self.config
+        self.config = config.resolved()
+        try:
+            super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config = config
 
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.

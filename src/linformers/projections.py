@@ -351,6 +351,10 @@ class MixedProjection(NamedTuple):
 EF = ReadyProjection | MixedProjection  # E or F of a layer
 
 
+def is_identity(E: EF) -> bool:
+    return isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten  # type: ignore[attr-defined]
+
+
 def project(x: Tensor, E: EF, F: EF, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
     """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros."""
     if isinstance(E, MixedProjection) and isinstance(F, MixedProjection):

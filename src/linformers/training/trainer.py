@@ -86,7 +86,7 @@ class ExactTrainer(Trainer):
         def fill(unfinished: Path) -> None:
             # A checkpoint is also a model that `from_pretrained` loads.
             self.model.config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
-            self.model.config.save_pretrained(unfinished)
+            self.model.config.resolved().save_pretrained(unfinished)
             save_file(weights, unfinished / MODEL, metadata={"format": "pt"})
             save_file(optimizer, unfinished / OPTIMIZER)
             (unfinished / TRAINING).write_text(json.dumps(training))
