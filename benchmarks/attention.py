@@ -24,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from linformers.benchmark.measure import (
-    OutOfMemoryError,
     Run,
     best_device,
     best_dtype,
@@ -55,7 +54,7 @@ def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict
         name: {"model": name, "n": n, "k": k, "failure": "out of memory"} for name in names
     }
     graphs: dict[tuple[str, str], tuple[Run, int]] = {}
-    with suppress(OutOfMemoryError), memory_errors():
+    with suppress(torch.OutOfMemoryError), memory_errors():
         shapes = [(max(1, tokens // n), length, heads, channels) for length in (n, k, k)]
         tensors = [torch.randn(shape, device=best_device(), dtype=best_dtype()) for shape in shapes]
         inputs = [tensor.transpose(1, 2).requires_grad_() for tensor in tensors]
@@ -63,10 +62,10 @@ def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict
             try:
                 with memory_errors():
                     graphs |= {(name, key): graph for key, graph in passes(name, inputs).items()}
+            except torch.OutOfMemoryError:
+                continue
             except RuntimeError as error:  # a backend that does not support the shape
                 cell["failure"] = str(error).splitlines()[0]
-            except OutOfMemoryError:
-                continue
     replays = {key: replay for key, (replay, _) in graphs.items()}
     seconds = {key: time / graphs[key][1] for key, time in interleaved(replays, min_seconds=0.15, queued=0).items()}
     for name, cell in cells.items():

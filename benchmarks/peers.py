@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from linformers import LinformerConfig, LinformerModel
 from linformers.benchmark.measure import (
-    OutOfMemoryError,
     Run,
     best_device,
     best_dtype,
@@ -131,7 +130,7 @@ def measure(
                 run = make_run(make().to(best_dtype()), x, task)
                 run()  # compilation and autotuning do not count
                 peaks[name], runs[name] = peak_memory(run, best_device()), run
-        except OutOfMemoryError:
+        except torch.OutOfMemoryError:
             failures[name] = "out of memory"
         except Exception as error:  # another package's error is a result, too
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
