@@ -9,6 +9,7 @@ import pytest
 
 from paper import experiments, jobs
 
+from ..analysis.conftest import folder, text  # noqa: F401
 from ..forks import Command, Forked
 
 WORDS = ["the", "a", "film", "was", "good", "bad", "long", "short", "and", "of", "in", "it", "is", "not", "very"]
@@ -38,9 +39,7 @@ def data(tmp_path_factory):
         rows = ({text: " ".join(draw.choices(WORDS, k=words)) for text in texts} for _ in range(count))
         path = folder / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            "".join(json.dumps({**row, **dict.fromkeys(label, i % 2)}) + "\n" for i, row in enumerate(rows))
-        )
+        path.write_text("\n".join(json.dumps({**row, **dict.fromkeys(label, i % 2)}) for i, row in enumerate(rows)))
 
     for name, count in (("train-00", 60), ("validation", 10)):
         write(f"wiki/{name}", count, 200, "text")
