@@ -101,8 +101,8 @@ def run(
         check_share("energy", energy)
     elif not 1 <= (budget or 0) < length:
         raise UserError(f"budget={budget} must be at least 1 and below length={length}")
-    sampling |= {"length": length, "at": None, "workers": None}
-    measured = spectrum.run(model, text, out=out, command=command, console=console, **sampling).energy
+    sampling |= {"length": length, "at": None, "workers": None, "out": out, "command": command}
+    measured = spectrum.run(model, text, console=console, **sampling).energy
     if energy is not None:
         chosen, share = choose(measured, energy, per=per, sharing=sharing), energy
     else:

@@ -171,8 +171,6 @@ def run(
     console: Console,
 ) -> Spectrum:
     """Measure the spectrum of P and write `spectrum.json` and `spectrum.png` to `out`; resume an interrupted run."""
-    if not text:
-        raise UserError("text is missing: files or folders to draw passages from")
     for name, value in {"length": length, "sentences": sentences, "at": at, "workers": workers}.items():
         check_size(name, 1 if value is None else value)
     make_folder("out", out)
@@ -189,33 +187,22 @@ def run(
     options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
     with progress(console) as bars:
         task = bars.add_task("passages", total=len(passages))
-        with stoppable(
-            console, lambda: f"Stopped after {bars.tasks[task].completed:.0f} passages; run again to resume"
-        ):
+        with stoppable(console, lambda: f"Stopped after {bars.tasks[0].completed:.0f} passages; run again to resume"):
             spectrum = measure(encoder, passages, **options, on_passage=lambda done: bars.update(task, completed=done))
-    record = {**origin, **spectrum.record(at), "summary": summary(spectrum, at)}
-    console.print(*record["summary"], sep="\n", highlight=False)
+    record = {**origin, **spectrum.record(at)}
+    shares = np.array(record["cumulative_at"])  # (layers, heads)
+    console.print(
+        f"The first {at} of {length} singular values hold {shares.mean():.3f} of their sum (by head {shares.min():.3f} "
+        f"to {shares.max():.3f}; a flat spectrum: {at / length:.3f}), over {spectrum.sentences} passages.",
+        highlight=False,
+    )
     (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    with plots.optional():
-        draw(record, out / "spectrum.png")
+    draw(record, out / "spectrum.png")
     console.print(f"Written to {out}", markup=False)
     return spectrum
 
 
-def summary(spectrum: Spectrum, at: int) -> list[str]:
-    """State the share of the first `at` singular values, and whether it grows with the layer."""
-    n, shares = spectrum.values.shape[-1], spectrum.cumulative[:, :, at - 1]  # (layers, heads)
-    lines = [
-        f"The first {at} of {n} singular values hold {shares.mean():.3f} of their sum (by head {shares.min():.3f} to "
-        f"{shares.max():.3f}; a flat spectrum: {at / n:.3f}), over {spectrum.sentences} passages."
-    ]
-    if len(shares) > 2:
-        correlation = np.corrcoef(np.arange(len(shares)), shares.mean(1).argsort().argsort())[0, 1]
-        verdict = "have" if correlation > 0.5 else "do not have"
-        lines += [f"Higher layers {verdict} lower rank: rank correlation of layer and share {correlation:.2f}."]
-    return lines
-
-
+@plots.optional()
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """Draw the curve of each layer (mean over heads) and a heat map of the heads' shares at `at`."""
     from matplotlib import colormaps
