@@ -24,10 +24,10 @@ def memory_errors() -> Iterator[None]:
         yield
         return
     except (MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "memory" not in str(error):
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in str(error):
             raise
         error.__traceback__ = None  # its frames hold tensors
-        reason = torch.OutOfMemoryError(str(error).splitlines()[0])
+        reason = torch.OutOfMemoryError(str(error).partition("\n")[0])
     release()
     raise reason
 
