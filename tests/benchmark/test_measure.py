@@ -55,9 +55,8 @@ def test_training_leaves_no_gradient_behind():
     model = LinformerModel(LinformerConfig(**sizes, max_position_embeddings=64, projected_length=16))
     run = make_run(model, torch.full((2, 64), 7), "training")
     seen = []
-    model.get_input_embeddings().weight.register_post_accumulate_grad_hook(
-        lambda weight: seen.append(weight.grad.norm())
-    )
+    embeddings = model.get_input_embeddings().weight
+    embeddings.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.norm()))
     run()
     assert model.training
     assert seen[0] > 0

@@ -172,15 +172,13 @@ def test_fits_are_better_than_their_start_on_their_own_input_alone():
     assert max(full["windows"], full["best_rank"]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "twin"])
-def test_observed_heads_give_the_models_own_attention(kind):
-    model = encoder(kind).eval()
+def test_observed_heads_give_the_models_own_attention():
+    model = encoder("bert").eval()
     model.set_attn_implementation("eager")
     ids = torch.arange(30) + 4
     heads = layer_heads(model, ids, 2, "tiny")
     with torch.no_grad():
         expected = model(ids[None], output_attentions=True).attentions[1][0]
-    assert len(heads) == 2
     for own, probs in zip(heads, expected, strict=True):
         torch.testing.assert_close(attention(own), probs)
     assert [own.name for own in layer_heads(model, ids, None, "tiny")] == [own.name for own in heads]
