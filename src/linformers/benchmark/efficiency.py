@@ -20,19 +20,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import LinformerConfig, LinformerModel, plots
 from ..checks import check_choice, make_folder
+from ..convert import SAME_FIELDS
 from ..errors import UserError
 from ..progress import steps
 from ..provenance import commit, environment
 from . import measure
-from .measure import Run, best_device, best_dtype
+from .measure import DEVICE, DTYPE, Run
 
 UNFUSED, FUSED, ROBERTA, COMPILED = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA", ", compiled"
 MODELS, TASKS = ("unfused", "roberta", "twin", "linformer"), ("inference", "training")
 VOCABULARY = 1000
-SIZES = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
-    "hidden_act hidden_dropout_prob attention_probs_dropout_prob"
-)
 
 
 def plain_attention(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):  # type: ignore[no-untyped-def]
@@ -89,7 +86,7 @@ def model_configs(
         return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **own})
 
     twin = config(projection="identity")
-    roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in SIZES.split()})
+    roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in SAME_FIELDS})
     roberta._attn_implementation = "sdpa_without_mask"
     unfused = config(projection="identity", attn_implementation="plain")
     found = {"unfused": {UNFUSED: unfused}, "roberta": {ROBERTA: roberta}, "twin": {FUSED: twin}, "linformer": {}}
@@ -104,15 +101,15 @@ def model_configs(
 
 def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
     """A model with random weights, in bfloat16 on a GPU and in float32 on a CPU."""
-    with torch.device(best_device()):
+    with torch.device(DEVICE):
         theirs = isinstance(config, RobertaConfig)
         model = RobertaModel(config, add_pooling_layer=False) if theirs else LinformerModel(config)
-    model = model.to(best_dtype())
+    model = model.to(DTYPE)
     return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
 
 def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
-    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
+    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=DEVICE), task)
 
 
 def compare(
@@ -147,7 +144,7 @@ def compare(
                         largest[name] = measure.largest_batch(make, batch, memory)
                     run = make(batch)
                     run()  # compilation and autotuning do not count
-                    peaks[name], runs[name] = measure.peak_memory(run, best_device()), run
+                    peaks[name], runs[name] = measure.peak_memory(run, DEVICE), run
                 measure.release()
             begin(f"timing all models, n={n}, {task}")
             seconds = measure.interleaved(runs)
@@ -177,7 +174,7 @@ def run(
         raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if min(projected) >= max(lengths):
         raise UserError(f"projected={min(projected)} leaves nothing to measure: no length exceeds it")
-    if options["batches"] and best_device() != "cuda":
+    if options["batches"] and DEVICE != "cuda":
         raise UserError("--batches needs a GPU")
     if options["memory"] is not None and not options["batches"]:
         raise UserError(f"memory={options['memory']} has no effect without --batches")
@@ -185,7 +182,7 @@ def run(
     options |= {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 4 * hidden}
     options |= {"num_attention_heads": hidden // 64, "tokens": tokens}
     options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()).split(".")[1]}
+    record = {"command": command, "commit": commit(), **environment(), "dtype": str(DTYPE).split(".")[1]}
     cells: list[Cell] = []
     for measured in compare(lengths, projected, tasks=task, console=console, **options):
         cells += measured

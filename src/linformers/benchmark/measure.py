@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 Run = Callable[[], Any]
 
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
@@ -37,14 +39,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def best_dtype() -> torch.dtype:
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def make_run(model: nn.Module, inputs: Tensor, task: str) -> Run:
