@@ -53,9 +53,8 @@ def draw(axes: Any, curves: Curves, names: Sequence[str] = (), **style: Any) -> 
 
 def _model(name: str) -> str:
     """The common part of a model's names: `k=128 w=32` of `Linformer, k = 128, local window of 32, compiled`."""
-    plain = next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
-    short = plain.replace(" = ", "=").replace(", local window of ", " w=")
-    return re.sub(r"^Linformer,? (?=k=)|, n=\d+", "", short)
+    short = name.replace(" = ", "=").replace(", local window of ", " w=")
+    return re.sub(rf"^Linformer,? (?=k=)|, n=\d+|({'|'.join(DASHED)})$", "", short)
 
 
 def against_length(axes: Any, curves: Curves, names: Sequence[str] = (), **labels: str) -> None:
@@ -83,10 +82,7 @@ def label_powers(axes: Any) -> None:
 
 def one_legend(figure: Any, axes: Sequence[Any], where: str = "outside right center") -> None:
     """One legend for all panels."""
-    lines: dict[str, Any] = {}
-    for panel in axes:
-        for line, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            lines.setdefault(name, line)
+    lines = {line.get_label(): line for panel in axes for line in panel.get_lines()}
     if lines:
         figure.legend(lines.values(), lines, loc=where, fontsize=8, frameon=False)
 
