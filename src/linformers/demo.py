@@ -63,9 +63,7 @@ def run(steps: int, out: Path, console: Console) -> int:
     axis = f"sequence length n ({TOKENS:,} tokens per pass)"
     plots.efficiency(curves(cells, "milliseconds"), curves(cells, "mebibytes"), out / "cost.png", axis)
     plots.training(records, out / "training.png")
-    console.print(
-        f"\nThe runs and the figures cost.png and training.png are in {out}. What to try next:", highlight=False
-    )
+    console.print(f"\nResults and figures are in {out}. What to try next:", highlight=False)
     # `make demo` runs in a virtual environment that the shell has not activated.
     activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
     for command in (
