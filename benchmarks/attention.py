@@ -24,10 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from linformers.benchmark.measure import (
-    OutOfMemoryError,
+    DEVICE,
+    DTYPE,
     Run,
-    best_device,
-    best_dtype,
     interleaved,
     memory_errors,
     runs_at_once,
@@ -50,23 +49,23 @@ BACKENDS = {
 
 def measure(n: int, k: int, tokens: int, heads: int, channels: int) -> list[dict[str, Any]]:
     """Seconds of a forward and of a backward pass of each implementation, or why it failed."""
-    names = (DISPATCH, KERNELS, *BACKENDS) if best_device() == "cuda" else (DISPATCH,)
+    names = (DISPATCH, KERNELS, *BACKENDS) if DEVICE == "cuda" else (DISPATCH,)
     cells: dict[str, dict[str, Any]] = {
         name: {"model": name, "n": n, "k": k, "failure": "out of memory"} for name in names
     }
     graphs: dict[tuple[str, str], tuple[Run, int]] = {}
-    with suppress(OutOfMemoryError), memory_errors():
+    with suppress(torch.OutOfMemoryError), memory_errors():
         shapes = [(max(1, tokens // n), length, heads, channels) for length in (n, k, k)]
-        tensors = [torch.randn(shape, device=best_device(), dtype=best_dtype()) for shape in shapes]
+        tensors = [torch.randn(shape, device=DEVICE, dtype=DTYPE) for shape in shapes]
         inputs = [tensor.transpose(1, 2).requires_grad_() for tensor in tensors]
         for name, cell in cells.items():
             try:
                 with memory_errors():
                     graphs |= {(name, key): graph for key, graph in passes(name, inputs).items()}
+            except torch.OutOfMemoryError:
+                continue
             except RuntimeError as error:  # a backend that does not support the shape
                 cell["failure"] = str(error).splitlines()[0]
-            except OutOfMemoryError:
-                continue
     replays = {key: replay for key, (replay, _) in graphs.items()}
     seconds = {key: time / graphs[key][1] for key, time in interleaved(replays, min_seconds=0.15, queued=0).items()}
     for name, cell in cells.items():
@@ -159,7 +158,7 @@ def main(
             (out / "attention.json").write_text(json.dumps(record, indent=1) + "\n")
     for table in tables(cells):
         console.print(table)
-    if best_device() != "cuda":
+    if DEVICE != "cuda":
         console.print("There is no GPU: these are the times of torch's own attention.", highlight=False)
 
 

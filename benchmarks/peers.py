@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 from linformers import LinformerConfig, LinformerModel
 from linformers.benchmark.measure import (
-    OutOfMemoryError,
+    DEVICE,
+    DTYPE,
     Run,
-    best_device,
-    best_dtype,
     interleaved,
     make_run,
     memory_errors,
@@ -126,12 +125,12 @@ def measure(
     for name, make in models.items():
         on_model(f"{name}, n={n}, {task}")
         try:
-            with memory_errors(), torch.device(best_device()):
-                x = torch.randn(batch, n, hidden, dtype=best_dtype())
-                run = make_run(make().to(best_dtype()), x, task)
+            with memory_errors(), torch.device(DEVICE):
+                x = torch.randn(batch, n, hidden, dtype=DTYPE)
+                run = make_run(make().to(DTYPE), x, task)
                 run()  # compilation and autotuning do not count
-                peaks[name], runs[name] = peak_memory(run, best_device()), run
-        except OutOfMemoryError:
+                peaks[name], runs[name] = peak_memory(run, DEVICE), run
+        except torch.OutOfMemoryError:
             failures[name] = "out of memory"
         except Exception as error:  # another package's error is a result, too
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -26,7 +26,7 @@ MODELS = {
     "roberta-large": "FacebookAI/roberta-large",
 }
 # Our Transformer twin of Table 2, before and after fine-tuning on IMDB.
-TWINS = {"twin-pretrained": "pretraining/n512-twin/model", "twin-finetuned": "pretraining/n512-twin-imdb/model"}
+TWINS = {"twin-pretrained": "figure3/n512-twin/model", "twin-finetuned": "table2/n512-twin-imdb/model"}
 TEXTS = {"wikitext": "wikitext103_valtest", "imdb": "imdb/test.parquet"}
 ROWS = {f"{model}-{text}": (model, text) for model in (*MODELS, *TWINS) for text in TEXTS}
 FULL, SMALL = {"length": 512, "sentences": 1000, "at": 128}, {"length": 64, "sentences": 4, "at": 16}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from linformers.benchmark.measure import best_device
+from linformers.benchmark.measure import DEVICE
 
 from . import figure3, plots, table2
 from .experiments import TASKS, Workspace, bench, flags
@@ -35,7 +35,7 @@ ROWS = {
 
 def measure(work: Workspace) -> dict[str, Any] | None:
     """The time of inference, compiled, on a GPU. The rest of the table comes from other sections."""
-    if best_device() != "cuda" and not work.small:
+    if DEVICE != "cuda" and not work.small:
         return None
     sizes: dict[str, Any] = {"lengths": ",".join(map(str, LENGTHS)), "projected": "128,256", "windows": 32}
     sizes |= {"tokens": 65536, "layers": 12, "hidden": 768}

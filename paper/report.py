@@ -1,4 +1,4 @@
-"""Command lines, records and pages of the theorems, equation 6 and Figure 1."""
+"""Command lines and records of the theorems, equation 6 and Figure 1."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import importlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.console import Console
 
 from linformers.checks import make_folder
@@ -20,24 +19,23 @@ from linformers.provenance import commit, environment
 
 
 def main(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the command of a section: measure, unless `--page` is given, and write the figure and the page."""
+    """Run the command of a section: measure, unless `--draw` is given, and draw the figure."""
     section = importlib.import_module(f"paper.{name}")
     parser = argparse.ArgumentParser(prog=f"python -m paper.{name}", description=section.TITLE)
     section.add_options(parser.add_argument)
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results")
-    parser.add_argument("--page", action="store_true", help="measure nothing, only write the page and the figure")
+    parser.add_argument("--draw", action="store_true", help="measure nothing, only draw the figure")
 
     def command() -> None:
         options = parser.parse_args(arguments)
         options.path = options.results / name / f"{name}.json"
         make_folder("results", options.path.parent)
-        if not options.page:
+        if not options.draw:
             (section.measure if hasattr(section, "measure") else section.run)(options, Console())
         record = section.collect(options)
         if not record["runs"]:
             raise UserError(f"{options.path} does not exist or has no records")
         section.draw(record, options.path.parent)
-        options.path.with_suffix(".md").write_text(page(name, section.TITLE, record), encoding="utf-8")
 
     run_cli(command)
 
@@ -50,14 +48,3 @@ def origin() -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def page(name: str, title: str, record: Mapping[str, Any]) -> str:
-    """The template of a section as a page of its own."""
-    loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
-    made = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    body, runs = made.get_template(f"{name}.md").render(record), list(record["runs"].values())
-    made_by = f"Made by `{runs[0]['command']}` at commit {str(runs[0]['commit'])[:7]}."
-    if len(runs) > 1:
-        made_by = f"{len(runs)} runs; `{name}.json` has the command and the commit of each."
-    return f"# {title}\n\n{body.strip()}\n\n![{title}]({name}.png)\n\n{made_by}\n"

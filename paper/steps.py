@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from linformers import LinformerForMaskedLM, provenance
-from linformers.benchmark.measure import best_device, interleaved, release
+from linformers.benchmark.measure import DEVICE, interleaved, release
 from linformers.training.recipe import Recipe, read
 from linformers.training.trainer import compile_model
 
@@ -47,10 +47,9 @@ def variant_recipe(work: Workspace, name: str) -> Recipe:
 
 def training_step(recipe: Recipe) -> Callable[[], None]:
     """Loss, gradients, clipping and AdamW's update, as in pretraining, on random tokens."""
-    device = best_device()
     config = recipe.config(vocab_size=VOCABULARY)
     n = config.max_position_embeddings
-    with torch.device(device):
+    with torch.device(DEVICE):
         model = LinformerForMaskedLM(config).train()
         ids = torch.randint(5, VOCABULARY, (recipe.batch_size, n))
         unlabeled = torch.rand(ids.shape).argsort() >= round(recipe.mask_share * n)  # the same number in each row
@@ -59,7 +58,7 @@ def training_step(recipe: Recipe) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, fused=True)
 
     def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
             loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from linformers import LinformerAttention, provenance
-from linformers.benchmark.measure import best_device, interleaved, release
+from linformers.benchmark.measure import DEVICE, DTYPE, interleaved, release
 
 from . import plots
 from .experiments import Workspace
@@ -107,28 +107,26 @@ def layers(n: int) -> dict[str, Callable[[], nn.Module]]:
 
 def measure(work: Workspace) -> dict[str, Any]:
     """Seconds of a pass of one sequence through each layer at each n; `None` where memory runs out."""
-    device = best_device()
-    lengths = list(TINY_LENGTHS if work.small else LENGTHS[device])
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    lengths = list(TINY_LENGTHS if work.small else LENGTHS[DEVICE])
     seconds: dict[str, list[float | None]] = {name: [] for name in THEORY}
     for n in lengths:
         print(f"Table 1: n = {n:,}", flush=True)
-        found = _seconds(n, device, dtype)
+        found = _seconds(n)
         for name, values in seconds.items():
             values.append(found.get(name))
     where = {"command": "python -m paper.table1", "commit": provenance.commit(), **provenance.environment()}
-    sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(dtype), "threads": where["threads"]}
+    sizes = {"hidden": HIDDEN, "projected": PROJECTED, "dtype": str(DTYPE), "threads": where["threads"]}
     return {"runs": {"table1": origin(where)}, "lengths": lengths, **sizes, "seconds": seconds}
 
 
 @torch.no_grad()
-def _seconds(n: int, device: str, dtype: torch.dtype) -> dict[str, float]:
-    x = torch.randn(1, n, HIDDEN, device=device, dtype=dtype)
+def _seconds(n: int) -> dict[str, float]:
+    x = torch.randn(1, n, HIDDEN, device=DEVICE, dtype=DTYPE)
     runs: dict[str, Callable[[], Any]] = {}
     for name, make in layers(n).items():
         try:
-            with torch.device(device):
-                layer = make().to(dtype).eval()
+            with torch.device(DEVICE):
+                layer = make().to(DTYPE).eval()
                 layer(x)
         except torch.OutOfMemoryError:
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import linformers.plots
-from linformers.benchmark.measure import best_device
+from linformers.benchmark.measure import DEVICE
 from linformers.errors import UserError
 
 from . import plots
@@ -46,7 +46,7 @@ def options(work: Workspace) -> list[str]:
     if work.small:
         sizes: dict[str, Any] = {"lengths": "512,1024", "projected": "128,256"}
         return [*flags({**sizes, "tokens": 1024, "layers": 2, "hidden": 64}), "--models", "unfused,twin,linformer"]
-    if best_device() != "cuda":
+    if DEVICE != "cuda":
         raise UserError("table3 needs a GPU; use --small, or measure sizes of your own with `linformers bench`")
     sizes = {"lengths": ",".join(map(str, PAPER["time"])), "projected": ",".join(map(str, PROJECTED))}
     sizes |= {"tokens": 65536, "layers": 12, "hidden": 768, "memory": 16}

@@ -2,6 +2,7 @@
 
 This module stays outside the package because importing `linformers` also imports torch and transformers, which takes
 seconds. Each command imports what it needs after its arguments are parsed, so `--help` and a typo are answered at once.
+It passes its arguments on by name: `options`, a copy of `locals()` made before anything else is assigned.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ FOLDER: dict[str, Any] = {"exists": True, "file_okay": False}
 
 Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkpoint from pretrain or finetune.")]
 StartModel = Annotated[
-    Path | None,
-    typer.Option(
-        **FOLDER, help="Folder of a model from pretrain or finetune.", show_default="the bundled English model"
-    ),
+    Path | None, typer.Option(**FOLDER, help="Folder of a model.", show_default="the bundled English model")
 ]
 Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the data.")]
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
@@ -73,12 +71,7 @@ def _as_typed(sentence: str, parameters: list[Any]) -> str:
     return sentence
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -116,22 +109,12 @@ def prepare(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
 ) -> None:
     """Turn raw text into a tokenizer and token shards for pretraining."""
+    options = {**locals(), "validation": validation or ()}
     _check_files("SOURCES", sources)
     _check_files("--validation", validation or [])
     from linformers.training import prepare
 
-    prepare.prepare(
-        sources,
-        out,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        validation=validation or (),
-        validation_share=validation_share,
-        text_column=text_column,
-        tokenizer_documents=tokenizer_documents,
-        workers=workers,
-        console=_console(),
-    )
+    prepare.prepare(**options, console=_console())
 
 
 @app.command()
@@ -168,30 +151,13 @@ def finetune(
     compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (on a GPU, if it pays).")] = "auto",
 ) -> None:
     """Fine-tune a model on a labeled task and report accuracy and F1 over several seeds."""
+    options = {**locals()}
     _check_files("TASK", [task])
     from linformers import shipped
     from linformers.training import finetune
 
-    code = finetune.finetune(
-        task,
-        out,
-        model=model or shipped.ENGLISH,
-        data=data,
-        test=test,
-        validation=validation,
-        text=text,
-        label=label,
-        seeds=seeds,
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        max_length=max_length,
-        precision=precision,
-        compile=compile,
-        console=_console(),
-        command=_command(),
-    )
-    raise typer.Exit(code)
+    options["model"] = model or shipped.ENGLISH
+    raise typer.Exit(finetune.finetune(**options, console=_console(), command=_command()))
 
 
 @app.command()
@@ -223,12 +189,11 @@ def evaluate(
     mask_share: Annotated[float, typer.Option(help="Share of tokens to mask for the perplexity.")] = 0.15,
 ) -> None:
     """Measure the perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
+    options = {**locals()}
     _check_files("--task", [task] if task else [])
     from linformers.training import predict
 
-    progress = _console(stderr=True)
-    options: dict[str, Any] = {"text": text, "label": label, "rows": rows, "mask_share": mask_share}
-    _console().print_json(data=predict.evaluate(model, data=data, task=task, **options, console=progress))
+    _console().print_json(data=predict.evaluate(**options, console=_console(stderr=True)))
 
 
 @app.command()
@@ -261,29 +226,12 @@ def bench(
     out: Out = Path("runs/bench"),
 ) -> None:
     """Measure time and memory over n and k, beside the Transformers you would use instead."""
-    n, k = whole_numbers("--lengths", lengths), whole_numbers("--projected", projected)
-    w = whole_numbers("--windows", windows) if windows else []
+    options = {**locals(), "tokens": tokens or None, "task": task.split(","), "models": models.split(",")}
+    options |= {"lengths": whole_numbers("--lengths", lengths), "projected": whole_numbers("--projected", projected)}
+    options["windows"] = whole_numbers("--windows", windows) if windows else []
     from linformers.benchmark import efficiency
 
-    efficiency.run(
-        n,
-        k,
-        windows=w,
-        tokens=tokens or None,
-        layers=layers,
-        hidden=hidden,
-        tasks=task.split(","),
-        models=models.split(","),
-        sharing=sharing,
-        projection=projection,
-        dropout=dropout,
-        compile=compile,
-        batches=batches,
-        memory=memory,
-        out=out,
-        command=_command(),
-        console=_console(),
-    )
+    efficiency.run(**options, command=_command(), console=_console())
 
 
 @app.command()
@@ -301,11 +249,10 @@ def spectrum(
     out: Out = Path("runs/spectrum"),
 ) -> None:
     """Measure the singular values of P in each layer and head of an encoder, as in the paper's Figure 1."""
+    options = {**locals(), "text": list(map(str, text))}
     from linformers.analysis import spectrum
 
-    options: dict[str, Any] = {"length": length, "sentences": sentences, "at": at, "seed": seed}
-    options |= {"text_column": text_column, "workers": workers}
-    spectrum.run(model, list(map(str, text)), **options, out=out, command=_command(), console=_console())
+    spectrum.run(**options, command=_command(), console=_console())
 
 
 @app.command()
@@ -323,11 +270,10 @@ def choose_k(
     out: Out = Path("runs/choose-k"),
 ) -> None:
     """Choose a projected length k per layer or head from an encoder's spectra, and write a config to train."""
+    options = {**locals(), "text": list(map(str, text))}
     from linformers.analysis import choose_k
 
-    options: dict[str, Any] = {"energy": energy, "budget": budget, "per": per, "sharing": sharing, "length": length}
-    options |= {"sentences": sentences, "seed": seed, "text_column": text_column}
-    choose_k.run(model, list(map(str, text)), **options, out=out, command=_command(), console=_console())
+    choose_k.run(**options, command=_command(), console=_console())
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -1,28 +1,31 @@
-"""How a script ends."""
+"""How a script ends, and what is explained in one sentence."""
+
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from linformers.errors import UserError, run_cli
-
-
-def fail(error):
-    raise error
+from linformers.errors import UserError, explain, run_cli
 
 
-def test_a_mistake_of_the_user_is_one_sentence(capsys):
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(UserError("steps=0 must be positive"), 2, "error: steps=0 must be positive\n"), (KeyboardInterrupt(), 130, "")],
+)
+def test_what_needs_no_traceback(error, code, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        run_cli(lambda: fail(UserError("steps=0 must be positive")))
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: steps=0 must be positive\n"
+        run_cli(Mock(side_effect=error))
+    assert ended.value.code == code
+    assert capsys.readouterr().err == message
 
 
-@pytest.mark.parametrize("error", [ValueError, OSError, KeyError])
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyError, ArithmeticError, RuntimeError])
 def test_a_bug_keeps_its_traceback(error):
     with pytest.raises(error, match="a bug"):
-        run_cli(lambda: fail(error("a bug")))
+        run_cli(Mock(side_effect=error("a bug")))
 
 
-def test_an_interrupt_needs_no_traceback():
-    with pytest.raises(SystemExit) as ended:
-        run_cli(lambda: fail(KeyboardInterrupt()))
-    assert ended.value.code == 130
+@pytest.mark.parametrize("reason", ["CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 …", "CUDA out of memory."])
+def test_too_little_memory(reason):
+    shown = reason.removesuffix(" GPU 0 …")
+    assert explain(torch.OutOfMemoryError(f"{reason}\nmore")).startswith(f"{shown} Use a smaller batch")

@@ -6,16 +6,13 @@ import pytest
 
 from linformers import plots
 
-POINTS = [(1, 2), (2, 1)]
-
 
 def looks(*names):
     """Color, marker, style and width of the line of each name."""
     _, (axes,) = plots.new_figure(1, 3, 3)
-    plots.draw(axes, dict.fromkeys(names, POINTS))
-    return [
-        (line.get_color(), line.get_marker(), line.get_linestyle(), line.get_linewidth()) for line in axes.get_lines()
-    ]
+    plots.draw(axes, dict.fromkeys(names, ((1, 2), (2, 1))))
+    lines = axes.get_lines()
+    return [(own.get_color(), own.get_marker(), own.get_linestyle(), own.get_linewidth()) for own in lines]
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,10 @@ def test_the_twin_of_the_readme_is_roberta():
     torch.testing.assert_close(scope["twin"].eval()(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("target", re.findall(r"^make (\w+)", README, re.MULTILINE))
-def test_make_targets_exist(target):
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+def test_make_targets_exist():
+    targets = re.findall(r"^make (\w+)", README, re.MULTILINE)
+    assert targets
+    assert set(targets) <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_table_of_choices_names_fields_and_defaults():

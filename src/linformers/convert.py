@@ -28,35 +28,20 @@ CLASSES: dict[str, type[LinformerPreTrainedModel]] = {
     "RobertaForQuestionAnswering": LinformerForQuestionAnswering,
 }
 
+DROPOUT_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 SAME_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "type_vocab_size",
-    "initializer_range",
-    "layer_norm_eps",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "classifier_dropout",
-    "tie_word_embeddings",
-    "id2label",
-    "label2id",
-    "problem_type",
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("type_vocab_size", "initializer_range", "layer_norm_eps", "tie_word_embeddings", *DROPOUT_FIELDS),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type"),
 )
-
 PROJECTION_FIELDS = (
-    "projected_length",
-    "sharing",
-    "projection_init",
-    "projection_scale",
-    "shifted_windows",
-    "local_window",
+    *("projected_length", "sharing", "projection_init", "projection_scale"),
+    *("shifted_windows", "local_window"),
+)
+# Fields that may differ from RoBERTa's: they change neither the shape nor the meaning of a weight.
+FREE_FIELDS = (
+    *("max_position_embeddings", "projection", *PROJECTION_FIELDS, *DROPOUT_FIELDS),
+    *("sparse_prediction", "problem_type", "attn_implementation"),
 )
 
 # Parts of RoBERTa's parameter names and of ours, replaced in this order.
@@ -74,20 +59,6 @@ NAMES = (
     ("lm_head.", "head."),
     ("classifier.out_proj", "classifier.output"),
     ("qa_outputs", "classifier"),
-)
-
-
-# Fields that may differ from RoBERTa's: they change neither the shape nor the meaning of a weight.
-FREE_FIELDS = (
-    "max_position_embeddings",
-    "projection",
-    *PROJECTION_FIELDS,
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "sparse_prediction",
-    "problem_type",
-    "attn_implementation",
 )
 
 

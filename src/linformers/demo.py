@@ -9,17 +9,15 @@ import statistics
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from . import LinformerForMaskedLM, plots
-from .benchmark.efficiency import FUSED, Cell, compare, curves, mebibytes, milliseconds
-from .benchmark.measure import best_device, peak_memory
+from . import plots
+from .benchmark.efficiency import compare, curves, tables
 from .checks import make_folder
 from .training.corpus import Corpus
 from .training.prepare import prepare
@@ -37,15 +35,6 @@ MODELS = {
 }
 
 
-class Result(NamedTuple):
-    """A trained model: its training records, final perplexity, speed, and the memory of a training step."""
-
-    records: list[dict[str, Any]]
-    perplexity: float
-    tokens_per_second: float
-    peak_bytes: int
-
-
 def run(steps: int, out: Path, console: Console) -> int:
     """Run the demo, without repeating finished runs; return 0, or the exit code of a run that a signal stopped."""
     make_folder("out", out)
@@ -53,30 +42,28 @@ def run(steps: int, out: Path, console: Console) -> int:
     options: dict[str, Any] = {"models": ("unfused", "twin", "linformer"), **SIZE}
     measured = compare(LENGTHS, [PROJECTED], tokens=TOKENS, console=console, **options)
     cells = [cell for own in measured for cell in own]
-    console.print(length_table(cells))
+    for table in tables(cells, "inference"):
+        console.print(table)
 
     console.print("\n[bold]2. Pretraining on the sources of Python's standard library[/bold]")
-    corpus, recipe = out / "corpus", write_recipe(steps, out)
+    corpus, recipe, records = out / "corpus", write_recipe(steps, out), {}
     if not (corpus / "manifest.json").exists():
         files = [str(path) for path in standard_library()]
         prepare(files, corpus, vocab_size=VOCABULARY, validation_share=0.03, console=console)
-    results = {}
     for name, changes in MODELS.items():
         folder = out / f"{name.lower().replace(' ', '-')}-{steps}"
         if code := pretrain(recipe, [*changes, f"out={folder}"], console=console, command="linformers demo"):
             return code
-        results[name] = read_result(folder)
+        records[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     baseline = frequency_perplexity(Corpus.open(corpus))
-    console.print(training_table(results, baseline))
-    if behind := [name for name, result in results.items() if result.perplexity > baseline]:
+    console.print(training_table(records, baseline))
+    if behind := [name for name, own in records.items() if own[-1]["perplexity"] > baseline]:
         console.print(f"{steps} steps are too few for {', '.join(behind)} to learn from context; try more with --steps")
 
-    names = (FUSED, f"Linformer k={PROJECTED}", f"Linformer k={PROJECTED} w={WINDOW}")  # those of the measured models
-    points = ([(own["step"], own["loss"]) for own in result.records if "loss" in own] for result in results.values())
-    losses = dict(zip(names, points, strict=True))
     axis = f"sequence length n ({TOKENS:,} tokens per pass)"
-    plots.efficiency(curves(cells, milliseconds), curves(cells, mebibytes), out / "demo.png", axis, losses)
-    console.print(f"\nResults and the figure demo.png are in {out}. What to try next:", highlight=False)
+    plots.efficiency(curves(cells, "milliseconds"), curves(cells, "mebibytes"), out / "cost.png", axis)
+    plots.training(records, out / "training.png")
+    console.print(f"\nResults and figures are in {out}. What to try next:", highlight=False)
     # `make demo` runs in a virtual environment that the shell has not activated.
     activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
     for command in (
@@ -90,47 +77,25 @@ def run(steps: int, out: Path, console: Console) -> int:
     return 0
 
 
-def length_table(cells: list[Cell]) -> Table:
-    """Time and memory of the three models at each n."""
-    table = Table("n", "unfused", "fused", "Linformer", "faster", "smaller")
-    table.title = "Transformer, unfused and fused, and Linformer: ms · MiB"
-    table.caption = f"k={PROJECTED}; faster than the fused one, smaller than the unfused one"
-    for unfused, fused, linformer in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
-        costs = (f"{milliseconds(c):.0f} · {mebibytes(c):.0f}" for c in (unfused, fused, linformer))
-        faster, smaller = milliseconds(fused) / milliseconds(linformer), mebibytes(unfused) / mebibytes(linformer)
-        table.add_row(str(fused.n), *costs, f"{faster:.1f}×", f"{smaller:.1f}×")
-    return table
-
-
-def training_table(results: dict[str, Result], baseline: float) -> Table:
-    table = Table("", "perplexity", "tokens/s", "memory of a step")
+def training_table(records: dict[str, list[dict[str, Any]]], baseline: float) -> Table:
+    table = Table("", "perplexity", "tokens/s")
     table.title = f"n={TRAIN_LENGTH}, k={PROJECTED}; the window holds exact keys at most {WINDOW} tokens away"
-    for name, (_, perplexity, speed, peak_bytes) in results.items():
-        table.add_row(name, f"{perplexity:.1f}", f"{speed:,.0f}", f"{peak_bytes / 2**20:.0f} MiB")
-    table.add_row("without context", f"{baseline:.1f}", "", "")
+    for name, own in records.items():
+        speed = statistics.median(record["tokens_per_second"] for record in own if "tokens_per_second" in record)
+        table.add_row(name, f"{own[-1]['perplexity']:.1f}", f"{speed:,.0f}")
+    table.add_row("without context", f"{baseline:.1f}", "")
     return table
 
 
 def write_recipe(steps: int, out: Path) -> Path:
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    options = {"norm_first": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     lengths = {"max_position_embeddings": TRAIN_LENGTH, "projected_length": PROJECTED, "local_window": 0}
     training = {"batch_size": BATCH, "learning_rate": 0.003, "warmup_steps": steps // 10, "workers": 0}
     often = {"eval_every": max(1, steps // 5), "save_every": max(1, steps // 5), "log_every": max(1, steps // 30)}
-    recipe = {"data": str(out / "corpus"), "model": {**SIZE, **lengths, "norm_first": True, **dropout}, "steps": steps}
+    recipe = {"data": str(out / "corpus"), "model": {**SIZE, **lengths, **options}, "steps": steps}
     path = out / "recipe.yaml"
     path.write_text(yaml.safe_dump({**recipe, **training, **often, "eval_rows": 64, "keep": 1}, sort_keys=False))
     return path
-
-
-def read_result(run: Path) -> Result:
-    """The numbers of a finished run, and the memory that a training step takes."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    speed = statistics.median(record["tokens_per_second"] for record in records if "tokens_per_second" in record)
-    model = LinformerForMaskedLM.from_pretrained(run / "model").to(best_device()).train()
-    ids = torch.randint(5, model.config.vocab_size, (BATCH, TRAIN_LENGTH), device=model.device)
-    labels = torch.where(torch.rand(ids.shape, device=model.device) < 0.15, ids, -100)
-    peak = peak_memory(lambda: model(input_ids=ids, labels=labels).loss.backward(), model.device)
-    return Result(records, records[-1]["perplexity"], speed, peak)
 
 
 def frequency_perplexity(corpus: Corpus) -> float:

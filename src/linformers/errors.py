@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 
 
 class UserError(ValueError):
     """Something that the user can fix: a wrong argument, a missing file, a damaged checkpoint.
 
-    The message is one sentence that names the argument, its value and what would be right. The command line prints it
-    without a traceback; every other exception is a bug of ours and keeps its traceback.
+    The message is one sentence that names the argument, its value and what would be right.
     """
 
 
@@ -22,12 +20,9 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OutOfMemoryError):
-        reason = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(
-            "."
-        )  # the rest is about torch's allocator
+        first, second, *_ = [*str(error).splitlines()[0].split(". "), ""]  # the rest is about torch's allocator
+        reason = f"{first}. {second}".rstrip(". ")
         return f"{reason}. Use a smaller batch: rows_at_once=… in a recipe, --batch-size or --tokens of a command."
-    if isinstance(error, BrokenProcessPool):
-        return "a worker process was killed, probably because memory ran out; use fewer workers with --workers"
     return None
 
 

@@ -13,8 +13,8 @@ from typing import Any
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # points (x, y), by name
 
 # Baselines are gray or brown and have a wide line; variants of a model are dashed and have its color.
-BASELINES = {"Transformer": "#222222", "twin": "#222222", "exact": "#222222", "RoBERTa, SDPA": "#8c6d46"}
-BASELINES |= {"Transformer twin": "#222222", "Transformer, fused": "#222222", "Transformer, unfused": "#aaaaaa"}
+BASELINES = dict.fromkeys(("Transformer", "Transformer twin", "Transformer, fused", "twin", "exact"), "#222222")
+BASELINES |= {"Transformer, unfused": "#aaaaaa", "RoBERTa, SDPA": "#8c6d46"}
 DASHED = (", compiled", ", plain start", ", twin")
 # Colors of Okabe and Ito, safe for color-blind readers, and two more; the second round has other markers.
 COLORS = ("#d55e00", "#009e73", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
@@ -38,9 +38,9 @@ def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any
 
 def draw(axes: Any, curves: Curves, names: Sequence[str] = (), **style: Any) -> None:
     """A line for each curve. Panels that are given the same `names` give a model the same look."""
-    models = list(dict.fromkeys(map(_model, (*names, *curves))))
+    models = dict.fromkeys(map(_model, (*names, *curves)))
     known = {name: (color, "o") for name, color in BASELINES.items()} | MODELS
-    free = itertools.cycle([look for look in LOOKS if look not in [known.get(model) for model in models]])
+    free = itertools.cycle(look for look in LOOKS if look not in [known.get(model) for model in models])
     looks = {model: known.get(model) or next(free) for model in models}
     for name, points in curves.items():
         model, dashed = _model(name), name.endswith(DASHED)
@@ -53,9 +53,8 @@ def draw(axes: Any, curves: Curves, names: Sequence[str] = (), **style: Any) -> 
 
 def _model(name: str) -> str:
     """The common part of a model's names: `k=128 w=32` of `Linformer, k = 128, local window of 32, compiled`."""
-    plain = next((name.removesuffix(suffix) for suffix in DASHED if name.endswith(suffix)), name)
-    short = plain.replace(" = ", "=").replace(", local window of ", " w=")
-    return re.sub(r"^Linformer,? (?=k=)|, n=\d+", "", short)
+    short = name.replace(" = ", "=").replace(", local window of ", " w=")
+    return re.sub(rf"^Linformer,? (?=k=)|, n=\d+|({'|'.join(DASHED)})$", "", short)
 
 
 def against_length(axes: Any, curves: Curves, names: Sequence[str] = (), **labels: str) -> None:
@@ -83,10 +82,7 @@ def label_powers(axes: Any) -> None:
 
 def one_legend(figure: Any, axes: Sequence[Any], where: str = "outside right center") -> None:
     """One legend for all panels."""
-    lines: dict[str, Any] = {}
-    for panel in axes:
-        for line, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            lines.setdefault(name, line)
+    lines = {line.get_label(): line for panel in axes for line in panel.get_lines()}
     if lines:
         figure.legend(lines.values(), lines, loc=where, fontsize=8, frameon=False)
 
@@ -109,15 +105,11 @@ def optional() -> Iterator[None]:
 
 
 @optional()
-def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, xlabel: str, losses: Curves | None = None) -> None:
-    """Time and memory of a pass over n and, if there are any, training losses."""
-    figure, axes = new_figure(3 if losses else 2, 13.4 if losses else 9.6, 3.5)
-    names = (*milliseconds, *(losses or ()))
-    against_length(axes[0], milliseconds, names, title="Time of a pass", ylabel="ms", xlabel=xlabel)
-    against_length(axes[1], mebibytes, names, title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
-    if losses:
-        draw(axes[2], losses, names, marker="")
-        axes[2].set(title="Training", xlabel="step", ylabel="loss (nats)")
+def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, xlabel: str) -> None:
+    """Time and memory of a pass over n."""
+    figure, axes = new_figure(2, 9.6, 3.5)
+    against_length(axes[0], milliseconds, title="Time of a pass", ylabel="ms", xlabel=xlabel)
+    against_length(axes[1], mebibytes, list(milliseconds), title="Memory of a pass", ylabel="MiB", xlabel=xlabel)
     one_legend(figure, axes)
     save(figure, path)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import ProgressColumn, TaskID, TextColumn
+from rich.progress import MofNCompleteColumn, TaskID, TextColumn
 
 # Outside a terminal, seconds between two lines about the same task.
 SILENCE = 30.0
@@ -20,13 +20,6 @@ SILENCE = 30.0
 
 class Bars(rich_progress.Progress):
     """Bars in a terminal; elsewhere a plain line when a task begins and every `SILENCE` seconds."""
-
-    def __init__(self, console: Console, count: ProgressColumn, *others: ProgressColumn) -> None:
-        self.count = count
-        self.shown: dict[TaskID, tuple[str, float]] = {}  # description and time of each task's last line
-        time = (rich_progress.TimeElapsedColumn(), TextColumn("left"), rich_progress.TimeRemainingColumn())
-        what = (TextColumn("{task.description}"), rich_progress.BarColumn(), count)
-        super().__init__(*what, *others, *time, console=console)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
@@ -40,17 +33,18 @@ class Bars(rich_progress.Progress):
         if self.console.is_terminal or not self.live.is_started:
             return
         task, now = next(task for task in self.tasks if task.id == task_id), self.get_time()
-        description, when = self.shown.get(task_id, ("", now))
+        description, when = task.fields.get("shown", ("", now))  # in the last line about this task
         if task.finished or not task.visible or (task.description == description and now - when < SILENCE):
             return
-        self.shown[task_id] = task.description, now
-        line = f"{self.count(task)} {task.description}".strip()
+        task.fields["shown"] = task.description, now
+        line = f"{MofNCompleteColumn().render(task)} {task.description}".strip()
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def progress(console: Console, count: ProgressColumn | None = None, *others: ProgressColumn) -> Bars:
-    """Bars with a count, by default `3/10`, and further columns."""
-    return Bars(console, count or rich_progress.MofNCompleteColumn(), *others)
+def progress(console: Console) -> Bars:
+    time = (rich_progress.TimeElapsedColumn(), TextColumn("left"), rich_progress.TimeRemainingColumn())
+    what = (TextColumn("{task.description}"), rich_progress.BarColumn(), MofNCompleteColumn())
+    return Bars(*what, *time, console=console)
 
 
 @contextmanager

@@ -15,13 +15,8 @@ import transformers
 def environment() -> dict[str, Any]:
     """Hardware and versions."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"device": device, "threads": torch.get_num_threads(), "python": platform.python_version(), **versions}
 
 
 def commit() -> str | None:
@@ -35,10 +30,9 @@ def commit() -> str | None:
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # git is not installed
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or this is not a checkout
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def sentence(command: str) -> str:

@@ -8,22 +8,15 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from linformers import LinformerConfig, LinformerModel
+from linformers import LinformerConfig
 
 WORDS = [f"w{i}" for i in range(90)]
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
 
 
 def tokenizer(known=WORDS):
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<pad>", *known])}, "<unk>")
-    )
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "<pad>", *known])}
+    words = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}  # as BERT's has
@@ -32,25 +25,22 @@ def tokenizer(known=WORDS):
 
 def encoder(kind):
     torch.manual_seed(0)
-    config = {**SIZES, "max_position_embeddings": 40}
-    model = {
-        "bert": lambda: hf.BertModel(hf.BertConfig(**config)),
-        "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**config)),
-        "mpnet": lambda: hf.MPNetModel(hf.MPNetConfig(**config)),
-        "distilbert": lambda: hf.DistilBertModel(
-            hf.DistilBertConfig(
-                vocab_size=100, dim=16, n_layers=3, n_heads=2, hidden_dim=16, max_position_embeddings=40
-            )
-        ),
-        "albert": lambda: hf.AlbertModel(hf.AlbertConfig(embedding_size=16, **config)),
-        "twin": lambda: LinformerModel(LinformerConfig(**config, projection="identity")),
-        "linformer": lambda: LinformerModel(LinformerConfig(**config, projected_length=8)),
-        "modernbert": lambda: hf.ModernBertModel(
-            hf.ModernBertConfig(**config, local_attention=8, pad_token_id=3, bos_token_id=1, eos_token_id=2)
-        ),
-        "t5": lambda: hf.T5Model(hf.T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
-        "gpt2": lambda: hf.GPT2Model(hf.GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40)),
-    }[kind]()
+    config = {**SIZES, "vocab_size": 100, "max_position_embeddings": 40}
+    short = {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 16}
+    special = {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
+    configs = {
+        "bert": hf.BertConfig(**config),
+        "roberta": hf.RobertaConfig(**config),
+        "mpnet": hf.MPNetConfig(**config),
+        "distilbert": hf.DistilBertConfig(**short, vocab_size=100, max_position_embeddings=40),
+        "albert": hf.AlbertConfig(embedding_size=16, **config),
+        "twin": LinformerConfig(**config, projection="identity"),
+        "linformer": LinformerConfig(**config, projected_length=8),
+        "modernbert": hf.ModernBertConfig(**config, **special, local_attention=8),
+        "t5": hf.T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2),
+        "gpt2": hf.GPT2Config(vocab_size=100, n_embd=16, n_layer=3, n_head=2, n_positions=40),
+    }
+    model = hf.AutoModel.from_config(configs[kind])
     for parameter in model.parameters():  # far from uniform attention
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.5)

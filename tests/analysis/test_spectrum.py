@@ -3,7 +3,9 @@
 import io
 import json
 import signal
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from rich.console import Console
 from linformers.analysis import attentions, spectrum
 from linformers.errors import UserError
 
-from .conftest import tokenizer
+from .conftest import encoder, tokenizer
 
 N = 24
 DEFAULTS = {"length": N, "sentences": 4, "at": 8, "seed": 0, "text_column": "text", "workers": None, "command": "test"}
@@ -50,26 +52,18 @@ def test_any_encoder(kind, folder):
     assert result.cumulative.std() > 0.01
 
 
-def test_half_precision_weights_are_loaded_in_float32(folder, tmp_path):
+def test_half_precision_weights_are_loaded_in_float32(folder):
     """Singular values are small numbers beside large ones, which rounding would drown."""
-    model, own = attentions.load_encoder(folder("bert"))
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    own.save_pretrained(tmp_path)
-    assert attentions.load_encoder(str(tmp_path))[0].dtype == torch.float32
+    encoder("bert").to(torch.bfloat16).save_pretrained(path := folder("bert"))
+    assert attentions.load_encoder(path)[0].dtype == torch.float32
 
 
 def test_an_interrupted_measurement_resumes(folder, tmp_path):
     model, _ = attentions.load_encoder(folder("bert"))
     ids = torch.randint(4, 90, (6, N))
-    whole = spectrum.measure(model, ids)
-
-    def stop(done):
-        if done == 3:
-            raise KeyboardInterrupt
-
-    state, seen = tmp_path / "state.npz", []
+    whole, state, seen = spectrum.measure(model, ids), tmp_path / "state.npz", []
     with pytest.raises(KeyboardInterrupt):
-        spectrum.measure(model, ids, state_file=state, on_passage=stop)
+        spectrum.measure(model, ids, state_file=state, on_passage=Mock(side_effect=[0, 1, 2, KeyboardInterrupt]))
     result = spectrum.measure(model, ids, state_file=state, on_passage=seen.append)
     assert seen == [3, 4, 5, 6]
     for name in ("values", "cumulative", "cumulative_std", "energy"):
@@ -84,10 +78,13 @@ def test_an_interrupted_measurement_resumes(folder, tmp_path):
     for their_model, their_ids in ((model, more.flip(0)), (model, more[:, :-1]), (other, more)):
         with pytest.raises(UserError, match=r"state\.npz has another model, text, length or seed"):
             spectrum.measure(their_model, their_ids, state_file=state)
-    for junk in (b"", b"no arrays", b"PK\x03\x04 no arrays"):
-        state.write_bytes(junk)
-        with pytest.raises(UserError, match=r"state\.npz is not the state of a measurement"):
-            spectrum.measure(model, ids, state_file=state)
+
+
+@pytest.mark.parametrize("junk", [b"", b"no arrays", b"PK\x03\x04 no arrays"])
+def test_a_damaged_state_is_named(junk, tmp_path):
+    (tmp_path / "state.npz").write_bytes(junk)
+    with pytest.raises(UserError, match=r"state\.npz is not the state of a measurement"):
+        spectrum.load_state(tmp_path / "state.npz", "", np.zeros((1, N)))
 
 
 def test_sigterm_in_the_middle_of_a_passage(folder, text, tmp_path, monkeypatch):
@@ -95,11 +92,10 @@ def test_sigterm_in_the_middle_of_a_passage(folder, text, tmp_path, monkeypatch)
     whole = run(model, text, tmp_path / "whole")
 
     def stop(moments, sample):
-        grown = add(moments, sample)
         added.append(1)
         if len(added) == 3:
             signal.raise_signal(signal.SIGTERM)
-        return grown
+        return add(moments, sample)
 
     monkeypatch.setattr(spectrum.Moments, "add", stop)
     with pytest.raises(SystemExit, match="143"):
@@ -131,7 +127,8 @@ def test_passages(text, monkeypatch):
 
 
 def test_run_writes_the_record_and_the_figure(folder, text, tmp_path):
-    result = run(folder("bert"), text, tmp_path, sentences=6)
+    console = Console(file=io.StringIO(), width=300)
+    result = run(folder("bert"), text, tmp_path, console, sentences=6)
     record = json.loads((tmp_path / "spectrum.json").read_text())
     assert {"command", "commit", "device", "torch", "model", "texts"} <= record.keys()
     assert (record["n"], record["at"], record["sentences"]) == (N, 8, 6)
@@ -139,20 +136,17 @@ def test_run_writes_the_record_and_the_figure(folder, text, tmp_path):
     for name in ("cumulative", "cumulative_std", "energy"):
         np.testing.assert_allclose(record[f"{name}_at"], getattr(result, name)[:, :, 7])
         np.testing.assert_allclose(record[f"{name}_by_layer"], getattr(result, name).mean(1), atol=1e-6)
-    assert f"{result.cumulative[:, :, 7].mean():.3f} of their sum" in record["summary"][0]
+    assert f"{result.cumulative[:, :, 7].mean():.3f} of their sum" in console.file.getvalue()
     assert (tmp_path / "spectrum.png").stat().st_size > 1000
-    run(folder("bert"), text, tmp_path / "usual", length=None, at=None)  # this model accepts 32 tokens
-    usual = json.loads((tmp_path / "usual" / "spectrum.json").read_text())
-    assert (usual["n"], usual["at"]) == (32, 8)
 
 
-@pytest.mark.parametrize(("order", "verdict"), [(1, "have lower"), (-1, "do not have lower")])
-def test_the_summary_compares_layers(order, verdict):
-    rates = np.array([[1, 2], [3, 4], [5, 6], [7, 8.0]])[::order]  # by layer and head
-    shares = 1 - 0.9 ** (rates[:, :, None] * np.arange(1, 9))
-    line = spectrum.summary(spectrum.Spectrum(10, *[shares] * 4), 4)[1]
-    assert verdict in line
-    assert f"{order}.00" in line
+def test_defaults_without_matplotlib(folder, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run(folder("bert"), text, tmp_path, length=None, at=None)  # this model accepts 32 tokens
+    record = json.loads((tmp_path / "spectrum.json").read_text())
+    assert (record["n"], record["at"]) == (32, 8)
+    assert "pip install 'linformers[plots]'" in capsys.readouterr().err
+    assert not (tmp_path / "spectrum.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -180,29 +174,23 @@ def test_wrong_input_is_named(kind, options, message, folder, text, tmp_path, mo
         run(folder(kind), options.pop("text", text), tmp_path / "out", **options)
 
 
-def test_folders_that_are_no_model(folder, tmp_path):
-    for name in ("no/such/folder", "./nothing"):
-        with pytest.raises(UserError, match=f"model='{name}' is not a folder"):
-            attentions.load_encoder(name)
+def test_folders_that_are_no_encoder(folder, tmp_path):
+    def refused(name, message):
+        with pytest.raises(UserError, match=f"model='{name}'{message}"):
+            attentions.load_encoder(str(name))
+
+    refused("no/such/folder", " is not a folder")
+    refused("./nothing", " is not a folder")
     own = Path(folder("bert"))
     (tmp_path / "model").symlink_to(own)
-    with pytest.raises(UserError, match=f"model='{tmp_path}' is the folder of a run"):
-        attentions.load_encoder(str(tmp_path))
-    (own / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"model='.*bert' cannot be loaded"):
-        attentions.load_encoder(str(own))
-
-
-def test_a_model_without_its_tokenizer(folder):
-    """For such a folder, transformers creates a tokenizer that knows no words."""
-    own = Path(folder("bert"))
-    for path in own.glob("tokenizer*"):
+    refused(tmp_path, " is the folder of a run")
+    for path in own.glob("tokenizer*"):  # then transformers creates one that knows no words
         path.unlink()
-    with pytest.raises(UserError, match=r"model='.*bert'.* tokenizer"):
-        attentions.load_config(str(own))
+    refused(own, ".* tokenizer")
     tokenizer(["w1", "w2"]).save_pretrained(own)
-    with pytest.raises(UserError, match="a tokenizer of 6 tokens but a vocabulary of 100"):
-        attentions.load_config(str(own))
+    refused(own, " has a tokenizer of 6 tokens but a vocabulary of 100")
+    (own / "config.json").write_text("{}")
+    refused(own, " cannot be loaded")
 
 
 @pytest.mark.parametrize(("kind", "most"), [("bert", 40), ("roberta", 38), ("mpnet", 38), ("distilbert", 40)])

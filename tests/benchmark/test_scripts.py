@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -58,14 +59,8 @@ def test_peers_write_a_record_with_versions(monkeypatch, tmp_path, run):
     import peers
 
     cell = {"model": "linformers", "n": 64, "task": "inference", "batch": 1, "peak_bytes": 1, "failure": None}
-    measured = iter([[{**cell, "seconds": 1.0}]])
-
-    def measure(*arguments):
-        for cells in measured:
-            return cells
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(peers, "measure", measure)
+    measured = [{**cell, "seconds": 1.0}]
+    monkeypatch.setattr(peers, "measure", Mock(side_effect=[measured, KeyboardInterrupt]))
     monkeypatch.setattr(peers.importlib.metadata, "version", {"linformer": "1.2"}.__getitem__)
     monkeypatch.setattr(peers.importlib.metadata, "PackageNotFoundError", KeyError)
     assert run("peers", "--lengths", 64, "--projected", 16, "--name", "mine", "--out", tmp_path) == 130

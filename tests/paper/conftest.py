@@ -9,6 +9,7 @@ import pytest
 
 from paper import experiments, jobs
 
+from ..analysis.conftest import folder, text  # noqa: F401
 from ..forks import Command, Forked
 
 WORDS = ["the", "a", "film", "was", "good", "bad", "long", "short", "and", "of", "in", "it", "is", "not", "very"]
@@ -32,15 +33,13 @@ def forked(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Wiki, books and the four tasks, a few kilobytes of each."""
-    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+    root, draw = tmp_path_factory.mktemp("data"), random.Random(0)
 
     def write(name, count, words, *texts, label=()):
-        rows = ({text: " ".join(draw.choices(WORDS, k=words)) for text in texts} for _ in range(count))
-        path = folder / f"{name}.jsonl"
+        rows = ({own: " ".join(draw.choices(WORDS, k=words)) for own in texts} for _ in range(count))
+        path = root / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            "".join(json.dumps({**row, **dict.fromkeys(label, i % 2)}) + "\n" for i, row in enumerate(rows))
-        )
+        path.write_text("\n".join(json.dumps({**row, **dict.fromkeys(label, i % 2)}) for i, row in enumerate(rows)))
 
     for name, count in (("train-00", 60), ("validation", 10)):
         write(f"wiki/{name}", count, 200, "text")
@@ -50,4 +49,4 @@ def data(tmp_path_factory):
     for name, texts in (columns | {"qqp": ["question1", "question2"]}).items():
         for split in ("train", "test" if name == "imdb" else "validation"):
             write(f"{name}/{split}", 120, 12, *texts, label=["label"])
-    return folder
+    return root

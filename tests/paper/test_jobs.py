@@ -106,21 +106,18 @@ def test_a_deleted_model_is_trained_again(tmp_path):
     assert record(tmp_path, "first-repeated")["key"] == before["key"]
 
 
-def test_other_jobs_continue_after_a_failure(tmp_path, capsys):
-    bad = job(tmp_path, "bad", "raise SystemExit('the disk is full')")
-    assert run([bad, job(tmp_path, "good")], tmp_path, Console()) == 1
-    assert "test/bad failed: the disk is full" in capsys.readouterr().out
-    assert record(tmp_path, "good") is not None
-
-
-def test_a_job_whose_pretraining_failed_is_not_run(tmp_path, capsys):
-    """Not even if a model of another recipe exists, which would be recorded under the wrong name."""
+def test_after_a_failure_only_independent_jobs_continue(tmp_path, capsys):
+    """A model of another recipe does not replace a failed one: its result would be recorded under the wrong name."""
     assert run([job(tmp_path, "first", seed=1)], tmp_path) == 0
     first = job(tmp_path, "first", seed=2)
     second = job(tmp_path, "then", after=first)
-    assert run([first, second], tmp_path, Console()) == 1
-    assert "test/then failed: test/first failed" in capsys.readouterr().out
+    bad = job(tmp_path, "bad", "raise SystemExit('the disk is full')")
+    assert run([first, second, bad, job(tmp_path, "good")], tmp_path, Console()) == 1
+    output = capsys.readouterr().out
+    assert "test/then failed: test/first failed" in output
+    assert "test/bad failed: the disk is full" in output
     assert record(tmp_path, "then") is None
+    assert record(tmp_path, "good") is not None
     assert jobs.missing([second], Records(tmp_path)) == [first, second]
 
 
@@ -133,8 +130,8 @@ def test_jobs_run_at_the_same_time_and_an_error_stops_them(tmp_path):
 
 
 def test_time_runs_out(tmp_path):
-    start = time.monotonic()
-    assert run([job(tmp_path, "slow", f"{SLEEP}\ntime.sleep(60)")], tmp_path, deadline=start + 1) == 1
+    slow, start = job(tmp_path, "slow", f"{SLEEP}\ntime.sleep(60)"), time.monotonic()
+    assert run([slow], tmp_path, deadline=start + 1) == 1
     assert time.monotonic() - start < 20
     assert record(tmp_path, "slow") is None
 

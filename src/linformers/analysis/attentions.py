@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,12 +24,12 @@ from ..training import data
 POOL_TOKENS = 2**21
 
 
-def load_encoder(name: str, device: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
+def load_encoder(name: str) -> tuple[PreTrainedModel, Tokenizer]:
     """Load an encoder and its tokenizer from a folder or the hub, in float32 with eager attention."""
     config, tokenizer = load_config(name)
     with _loading(name, OSError, KeyError):
         model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager", dtype=torch.float32)
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
 def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
@@ -44,9 +44,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
     # If a folder has no tokenizer, transformers creates one that knows no words.
     words, rows = len(tokenizer), getattr(config, "vocab_size", None) or 0
     if words < min(1000, rows / 10):
-        raise UserError(
-            f"model={name!r} has a tokenizer of {words} tokens but a vocabulary of {rows}; save its own there"
-        )
+        raise UserError(f"model={name!r} has a tokenizer of {words} tokens but a vocabulary of {rows}; save its own")
     tokenizer.model_max_length = _max_length(config, tokenizer)
     return config, tokenizer
 
@@ -56,9 +54,8 @@ def _loading(name: str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        reason = str(error).splitlines()[0]
         problem = "cannot be loaded" if Path(name).is_dir() else "is not a folder and could not be fetched from the hub"
-        raise UserError(f"model={name!r} {problem}: {reason}") from None
+        raise UserError(f"model={name!r} {problem}: {str(error).splitlines()[0]}") from None
 
 
 def _max_length(config: PreTrainedConfig, tokenizer: Tokenizer) -> int:
@@ -68,19 +65,16 @@ def _max_length(config: PreTrainedConfig, tokenizer: Tokenizer) -> int:
     with torch.device("meta"):  # no weights
         modules = dict(AutoModel.from_config(config).named_modules())
     # RoBERTa and similar models use the positions after that of padding.
-    paddings = [
-        getattr(module, "padding_idx", None) for path, module in modules.items() if "position" in path.split(".")[-1]
-    ]
-    unused = max((padding + 1 for padding in paddings if padding is not None), default=0)
-    return min(tokenizer.model_max_length, positions - unused)
+    embeddings = [module for path, module in modules.items() if "position" in path.split(".")[-1]]
+    paddings = [module.padding_idx for module in embeddings if getattr(module, "padding_idx", None) is not None]
+    return min(tokenizer.model_max_length, positions - max((int(own) + 1 for own in paddings), default=0))
 
 
 def passages(
-    texts: str | Path | Sequence[str | Path],
+    texts: str | Path | list[str],
     tokenizer: Tokenizer,
     length: int,
     count: int,
-    *,
     seed: int = 0,
     text_column: str = "text",
 ) -> Tensor:
@@ -93,18 +87,15 @@ def passages(
     special = tokenizer.num_special_tokens_to_add()
     if length <= special:
         raise UserError(f"length={length} leaves no room for text beside {special} special tokens")
-    if length > tokenizer.model_max_length:
-        raise UserError(
-            f"length={length} exceeds the {tokenizer.model_max_length} tokens that {tokenizer.name_or_path!r} accepts"
-        )
+    if length > (most := tokenizer.model_max_length):
+        raise UserError(f"length={length} exceeds the {most} tokens that {tokenizer.name_or_path!r} accepts")
 
     def cut() -> Iterator[np.ndarray]:
-        files = data.find_files(texts, "text")
-        for document in (text for path in files for text in data.documents(path, text_column)):
-            encoded = tokenizer(
-                document, truncation=True, max_length=length, return_overflowing_tokens=True, verbose=False
-            )["input_ids"]
-            yield from (np.array(ids, dtype=np.int32) for ids in encoded if len(ids) == length)
+        options: Any = {"truncation": True, "max_length": length, "return_overflowing_tokens": True, "verbose": False}
+        for path in data.find_files(texts, "text"):
+            for document in data.documents(path, text_column):
+                encoded = tokenizer(document, **options)["input_ids"]
+                yield from (np.array(ids, dtype=np.int32) for ids in encoded if len(ids) == length)
 
     found, drawn, order = cut(), list[np.ndarray](), random.Random(seed)
     while len(drawn) < count and (pool := list(islice(found, max(1, POOL_TOKENS // length)))):
@@ -116,10 +107,10 @@ def passages(
 
 
 class WatchAttention(TorchDispatchMode):
-    """A context that calls `watch(layer, P)` as each layer computes its P, (b, h, n, n).
+    """A context that calls `watch(layer, P)` as each layer computes its P, (b, h, n, n), and replaces P by its result.
 
-    What `watch` returns, unless it is `None`, replaces P. Eager attention has exactly one softmax of this shape in each
-    layer, so this works for every encoder and keeps no P in memory.
+    If the result is `None`, P stays. Eager attention has exactly one softmax of this shape in each layer, so this works
+    for every encoder and keeps no P in memory.
     """
 
     def __init__(self, watch: Callable[[int, Tensor], Tensor | None], length: int) -> None:
@@ -130,8 +121,8 @@ class WatchAttention(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten._softmax.default or result.shape[2:] != (self.length, self.length):
             return result
-        replacement = self.watch(self.layer, result)
         self.layer += 1
+        replacement = self.watch(self.layer - 1, result)
         return result if replacement is None else replacement
 
 

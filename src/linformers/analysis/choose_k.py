@@ -32,8 +32,7 @@ def choose(energy: np.ndarray, share: float, *, per: str, sharing: str) -> Lengt
 
     Heads or layers that share one E average its columns, so each k must divide the largest.
     """
-    n = energy.shape[-1]
-    curves = energy if per == "head" else energy.mean(1, keepdims=True)
+    curves, n = energy if per == "head" else energy.mean(1, keepdims=True), energy.shape[-1]
     wanted = (curves < share).sum(-1) + 1  # (layers, heads or 1)
     if sharing == "layerwise":
         wanted = round_to_divisors(wanted, n)
@@ -102,8 +101,8 @@ def run(
         check_share("energy", energy)
     elif not 1 <= (budget or 0) < length:
         raise UserError(f"budget={budget} must be at least 1 and below length={length}")
-    sampling |= {"length": length, "at": None, "workers": None}
-    measured = spectrum.run(model, text, out=out, command=command, console=console, **sampling).energy
+    sampling |= {"length": length, "at": None, "workers": None, "out": out, "command": command}
+    measured = spectrum.run(model, text, console=console, **sampling).energy
     if energy is not None:
         chosen, share = choose(measured, energy, per=per, sharing=sharing), energy
     else:
@@ -115,20 +114,20 @@ def run(
         if old != new:
             raise UserError(f"{path} is another choice or another model; remove it or use another --out")
 
+    choices = variants(chosen, length)
     table = Table("projected length", "mean k", "energy kept", "least head", title="What each choice keeps")
-    for name, lengths in (choices := variants(chosen, length)).items():
+    for name, lengths in choices.items():
         kept = kept_energy(lengths, measured)
         table.add_row(name, f"{np.mean(lengths):.1f}", f"{kept.mean():.4f}", f"{kept.min():.4f}")
     console.print(table)
-    console.print(
-        f"Each {per} keeps {share:.4f} of its energy or more with k = {chosen}. To train it:", highlight=False
-    )
     fields |= {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
     names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
     changes = shlex.join(f"model.{own}={fields[own]}" for own in names)
-    console.print(
-        f"linformers pretrain RECIPE data=DATA out=OUT {changes}", highlight=False, markup=False, soft_wrap=True
+    lines = (
+        f"Each {per} keeps {share:.4f} of its energy or more with k = {chosen}. To train it:",
+        f"linformers pretrain RECIPE data=DATA out=OUT {changes}",
     )
+    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
     config.save_pretrained(out)
     how = {"model": model, "share": share, "per": per, "sharing": sharing, "choices": choices}
     record = {"command": command, "commit": commit(), **environment(), **how}
@@ -138,8 +137,9 @@ def run(
 
 def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the sizes and special tokens of an encoder as fields of a `LinformerConfig`."""
-    others = "vocab_size hidden_act layer_norm_eps norm_first hidden_dropout_prob attention_probs_dropout_prob"
-    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *others.split())}
+    others = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first")
+    dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *others, *dropout)}
     fields["intermediate_size"] = fields["intermediate_size"] or getattr(encoder, "hidden_dim", 4 * encoder.hidden_size)
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, bert_name in (("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")):

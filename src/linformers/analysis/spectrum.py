@@ -7,8 +7,8 @@ import json
 import os
 import time
 import zipfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import plots
 from ..checks import check_size, make_folder
 from ..errors import UserError
 from ..progress import progress, stoppable
@@ -31,8 +32,8 @@ SECONDS_BETWEEN_SAVES = 30
 def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
     r"""Return the singular values of matrices (…, n, m), descending, in float64: (…, min(n, m)).
 
-    They are the square roots of the eigenvalues of $P P^T$, which takes half the time of an SVD and, in float64, loses
-    only values below $10^{-8}$ of the largest. eigvalsh reads the lower triangle alone, so only that is computed.
+    The square roots of the eigenvalues of $P P^T$ take half the time of an SVD and lose only values below $10^{-8}$ of
+    the largest. eigvalsh reads the lower triangle alone, so only that is computed.
     """
     n, precise = matrices.shape[-2], matrices.double()
     products = precise.new_zeros(*matrices.shape[:-1], n)
@@ -47,7 +48,7 @@ def singular_values(matrices: Tensor, block: int = 128) -> Tensor:
 class Spectrum:
     """Statistics over passages, each (layers, heads, n)."""
 
-    sentences: int
+    sentences: int  # number of passages
     values: np.ndarray  # mean singular values
     cumulative: np.ndarray  # mean share of the first i of them in the sum of all, as in the paper's Figure 1
     cumulative_std: np.ndarray
@@ -55,11 +56,11 @@ class Spectrum:
 
     def record(self, at: int) -> dict[str, Any]:
         """Summarize as json: each head at `at` (layers, heads), means over heads (layers, n), and each head's curve."""
-        series = {"cumulative": self.cumulative, "cumulative_std": self.cumulative_std, "energy": self.energy}
-        heads = {f"{name}_at": own[:, :, at - 1].tolist() for name, own in series.items()}
-        layers = {f"{name}_by_layer": np.round(own.mean(1), 6).tolist() for name, own in series.items()}
-        curves = {"cumulative": np.round(self.cumulative, 4).tolist()}
-        return {"sentences": self.sentences, "at": at, **heads, **layers, **curves}
+        record = {"sentences": self.sentences, "at": at, "cumulative": np.round(self.cumulative, 4).tolist()}
+        for name in ("cumulative", "cumulative_std", "energy"):
+            record[f"{name}_at"] = getattr(self, name)[:, :, at - 1].tolist()
+            record[f"{name}_by_layer"] = np.round(getattr(self, name).mean(1), 6).tolist()
+        return record
 
 
 @dataclass(frozen=True)
@@ -113,46 +114,38 @@ def measure(
     """
     attentions.check_full_attention(model, passages, name)
     found, seen, key, saved = Moments(), passages.numpy(), fingerprint(model), time.monotonic()
-    if state_file is not None and state_file.exists():
+    if state_file and state_file.exists():
         found, seen = load_state(state_file, key, seen)
     on_passage(found.count)
-    pending: list[list[list[Future]]] = []  # of each passage, by layer and head
-
-    def finish_passage() -> None:
-        nonlocal found, saved
-        values = np.stack([[head.result() for head in layer] for layer in pending.pop(0)])
-        sums = values.cumsum(-1), (values**2).cumsum(-1)
-        # One assignment, so that an interrupt leaves no passage half added.
-        found = found.add(np.stack([values, *(own / own[..., -1:] for own in sums)]))
-        on_passage(found.count)
-        if state_file is not None and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-            save_state(state_file, key, seen, found)
-            saved = time.monotonic()
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # workers with a matrix each are faster than torch's threads inside one decomposition
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         try:
-            for row in passages[found.count :]:
-                layers: list[list[Future]] = []
-
-                def decompose(layer: int, probs: Tensor, layers: list[list[Future]] = layers) -> None:
-                    layers.append([pool.submit(singular_values, head) for head in probs[0]])
-
-                with torch.no_grad(), attentions.WatchAttention(decompose, passages.shape[1]):
-                    model(row[None].to(model.device))
-                pending.append(layers)
-                if len(pending) > 1:  # workers finish a passage while the model computes the next
-                    finish_passage()
-            while pending:
-                finish_passage()
+            for ids in passages[found.count :]:
+                values = decompose(model, ids, pool)
+                sums = values.cumsum(-1), (values**2).cumsum(-1)
+                # One assignment, so that an interrupt leaves no passage half added.
+                found = found.add(np.stack([values, *(own / own[..., -1:] for own in sums)]))
+                on_passage(found.count)
+                if state_file and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+                    save_state(state_file, key, seen, found)
+                    saved = time.monotonic()
         finally:
-            if state_file is not None and found.count:
+            if state_file and found.count:
                 save_state(state_file, key, seen, found)
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(threads)
     (values, share, energy), deviation = found.mean, np.sqrt(found.squares / max(1, found.count - 1))
     return Spectrum(found.count, values, share, deviation[1], energy)
+
+
+def decompose(model: PreTrainedModel, ids: Tensor, pool: ThreadPoolExecutor) -> np.ndarray:
+    """Return the singular values of every P on a passage (n,): (layers, heads, n)."""
+    layers: list[Iterator[Tensor]] = []  # the workers start while the model computes the next layers
+    watch = attentions.WatchAttention(lambda _, probs: layers.append(pool.map(singular_values, probs[0])), len(ids))
+    with torch.no_grad(), watch:
+        model(ids[None].to(model.device))
+    return np.stack([list(layer) for layer in layers])
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -178,13 +171,8 @@ def run(
     console: Console,
 ) -> Spectrum:
     """Measure the spectrum of P and write `spectrum.json` and `spectrum.png` to `out`; resume an interrupted run."""
-    from .. import plots  # before the measurement: matplotlib may be missing
-
-    if not text:
-        raise UserError("text is missing: files or folders to draw passages from")
     for name, value in {"length": length, "sentences": sentences, "at": at, "workers": workers}.items():
-        if value is not None:
-            check_size(name, value)
+        check_size(name, 1 if value is None else value)
     make_folder("out", out)
     encoder, tokenizer = attentions.load_encoder(model)
     length = length or min(512, tokenizer.model_max_length)
@@ -196,48 +184,35 @@ def run(
         passages = attentions.passages(text, tokenizer, length, sentences, seed=seed, text_column=text_column)
     if len(passages) < sentences:
         console.print(f"The text has only {len(passages)} passages of {length} tokens", highlight=False)
+    options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
     with progress(console) as bars:
         task = bars.add_task("passages", total=len(passages))
-        options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
-        with stoppable(
-            console, lambda: f"Stopped after {bars.tasks[task].completed:.0f} passages; run again to resume"
-        ):
+        with stoppable(console, lambda: f"Stopped after {bars.tasks[0].completed:.0f} passages; run again to resume"):
             spectrum = measure(encoder, passages, **options, on_passage=lambda done: bars.update(task, completed=done))
-    record = {**origin, **spectrum.record(at), "summary": summary(spectrum, at)}
-    console.print(*record["summary"], sep="\n", highlight=False)
+    record = {**origin, **spectrum.record(at)}
+    shares = np.array(record["cumulative_at"])  # (layers, heads)
+    console.print(
+        f"The first {at} of {length} singular values hold {shares.mean():.3f} of their sum (by head {shares.min():.3f} "
+        f"to {shares.max():.3f}; a flat spectrum: {at / length:.3f}), over {spectrum.sentences} passages.",
+        highlight=False,
+    )
     (out / "spectrum.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    figure, axes = plots.new_figure(2, 7.6, 3.7)
-    draw(record, *axes)
-    plots.save(figure, out / "spectrum.png")
+    draw(record, out / "spectrum.png")
     console.print(f"Written to {out}", markup=False)
     return spectrum
 
 
-def summary(spectrum: Spectrum, at: int) -> list[str]:
-    """State the share of the first `at` singular values, and whether it grows with the layer."""
-    n, shares = spectrum.values.shape[-1], spectrum.cumulative[:, :, at - 1]  # (layers, heads)
-    lines = [
-        f"The first {at} of {n} singular values hold {shares.mean():.3f} of their sum (by head {shares.min():.3f} to "
-        f"{shares.max():.3f}; a flat spectrum: {at / n:.3f}) and {spectrum.energy[:, :, at - 1].mean():.3f} of the sum "
-        f"of their squares, over {spectrum.sentences} passages."
-    ]
-    if len(shares) > 2:
-        correlation = np.corrcoef(np.arange(len(shares)), shares.mean(1).argsort().argsort())[0, 1]
-        verdict = "have" if correlation > 0.5 else "do not have"
-        lines.append(f"Higher layers {verdict} lower rank: rank correlation of layer and share {correlation:.2f}.")
-    return lines
-
-
-def draw(record: Mapping[str, Any], left: Any, right: Any) -> None:
+@plots.optional()
+def draw(record: Mapping[str, Any], path: Path) -> None:
     """Draw the curve of each layer (mean over heads) and a heat map of the heads' shares at `at`."""
     from matplotlib import colormaps
 
+    figure, (left, right) = plots.new_figure(2, 7.6, 3.7)
     curves, spread = np.array(record["cumulative_by_layer"]), np.array(record["cumulative_std_by_layer"])
     shares, (layers, n) = np.array(record["cumulative_at"]), curves.shape
-    x = np.arange(1, n + 1)
-    for layer, (mean, std) in enumerate(zip(curves, spread, strict=True)):
-        color = colormaps["viridis"](layer / max(1, layers - 1))
-        left.plot(x, mean, color=color, lw=1.2, label=f"layer {layer + 1}")
+    x, colors = np.arange(1, n + 1), colormaps["viridis"](np.linspace(0, 1, layers))
+    for layer, (mean, std, color) in enumerate(zip(curves, spread, colors, strict=True), 1):
+        left.plot(x, mean, color=color, lw=1.2, label=f"layer {layer}")
         left.fill_between(x, mean - std, mean + std, color=color, alpha=0.12, lw=0)
     left.plot(x, x / n, ":", color="#999999", label="flat")
     left.axvline(record["at"], color="#999999", lw=0.8)
@@ -246,4 +221,5 @@ def draw(record: Mapping[str, Any], left: Any, right: Any) -> None:
     right.grid(visible=False)
     image = right.imshow(shares, aspect="auto", origin="lower", extent=(0.5, shares.shape[1] + 0.5, 0.5, layers + 0.5))
     right.set(title=f"Share of the first {record['at']}", xlabel="head", ylabel="layer")
-    right.figure.colorbar(image, ax=right)
+    figure.colorbar(image, ax=right)
+    plots.save(figure, path)

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, RobertaConfig, RobertaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import LinformerConfig, LinformerModel, plots
 from ..checks import check_choice, make_folder
+from ..convert import SAME_FIELDS
 from ..errors import UserError
 from ..progress import steps
 from ..provenance import commit, environment
 from . import measure
-from .measure import OutOfMemoryError, Run, best_device, best_dtype
+from .measure import DEVICE, DTYPE, Run
 
 UNFUSED, FUSED, ROBERTA, COMPILED = "Transformer, unfused", "Transformer, fused", "RoBERTa, SDPA", ", compiled"
 MODELS, TASKS = ("unfused", "roberta", "twin", "linformer"), ("inference", "training")
 VOCABULARY = 1000
 
 
-def plain_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
-) -> tuple[Tensor, None]:
+def plain_attention(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):  # type: ignore[no-untyped-def]
     """softmax(Q Kᵀ · scaling) V without fusion; eager attention computes in float32, an unfairly slow baseline."""
-    probs = nn.functional.dropout((query * scaling @ key.mT).softmax(-1), kwargs.get("dropout", 0.0))
+    probs = nn.functional.dropout((query * scaling @ key.mT).softmax(-1), dropout)
     return (probs @ value).transpose(1, 2), None
 
 
@@ -51,35 +50,32 @@ class Cell:
     model: str
     n: int
     k: int | None  # of a Linformer
-    batch: int  # sequences per pass
+    batch: int
     task: str  # "inference", or "training": a forward and a backward pass
     seconds: float | None  # median time of a pass
     peak_bytes: int | None  # peak memory of a pass, without weights and input
     largest_batch: int | None = None  # that fits into memory, if it was searched for
 
+    @property
+    def milliseconds(self) -> float:
+        return 1000 * (self.seconds or 0)
 
-def milliseconds(cell: Cell) -> float:
-    return 1000 * (cell.seconds or 0)
+    @property
+    def mebibytes(self) -> float:
+        return (self.peak_bytes or 0) / 2**20
 
 
-def mebibytes(cell: Cell) -> float:
-    return (cell.peak_bytes or 0) / 2**20
-
-
-def curves(cells: Sequence[Cell], value: Callable[[Cell], float]) -> dict[str, list[tuple[float, float]]]:
-    """Points (n, value) of each model, where memory sufficed."""
-    measured = [cell for cell in cells if cell.seconds is not None]
-    models = dict.fromkeys(cell.model for cell in measured)
-    return {model: [(cell.n, value(cell)) for cell in measured if cell.model == model] for model in models}
+def curves(cells: Sequence[Cell], value: str) -> dict[str, list[tuple[float, float]]]:
+    """Points (n, value) of each model, where memory sufficed; `value` is a property of `Cell`."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for cell in cells:
+        if cell.seconds is not None:
+            points.setdefault(cell.model, []).append((cell.n, getattr(cell, value)))
+    return points
 
 
 def model_configs(
-    n: int,
-    projected: Sequence[int],
-    models: Sequence[str] = MODELS,
-    windows: Sequence[int] = (),
-    compile: bool = False,
-    **fields: Any,
+    n: int, projected: Sequence[int], *, models: Any = MODELS, windows: Any = (), compile: bool = False, **fields: Any
 ) -> dict[str, PreTrainedConfig]:
     """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`.
 
@@ -90,35 +86,30 @@ def model_configs(
         return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **own})
 
     twin = config(projection="identity")
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    same = (*sizes, "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob")
-    roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in same})
+    roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in SAME_FIELDS})
     roberta._attn_implementation = "sdpa_without_mask"
-    linformers = {
-        f"Linformer k={k}" + (f" w={w}" if w else ""): config(projected_length=k, local_window=w)
-        for k, w in itertools.product(projected, (0, *windows))
-        if k < n
-    }
     unfused = config(projection="identity", attn_implementation="plain")
-    groups = zip(MODELS, ({UNFUSED: unfused}, {ROBERTA: roberta}, {FUSED: twin}, linformers), strict=True)
-    chosen = {name: own for model, group in groups if model in models for name, own in group.items()}
-    if compile:
-        chosen = {name + way: own for name, own in chosen.items() for way in ("", COMPILED)}
-        chosen.pop(UNFUSED + COMPILED, None)
-    return chosen
+    found = {"unfused": {UNFUSED: unfused}, "roberta": {ROBERTA: roberta}, "twin": {FUSED: twin}, "linformer": {}}
+    for k, w in itertools.product([k for k in projected if k < n], (0, *windows)):
+        found["linformer"][f"Linformer k={k}" + (f" w={w}" if w else "")] = config(projected_length=k, local_window=w)
+    ways = ("", COMPILED) if compile else ("",)
+    chosen = {
+        name + way: own for model in MODELS if model in models for name, own in found[model].items() for way in ways
+    }
+    return {name: own for name, own in chosen.items() if name != UNFUSED + COMPILED}
 
 
 def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
     """A model with random weights, in bfloat16 on a GPU and in float32 on a CPU."""
-    with torch.device(best_device()):
+    with torch.device(DEVICE):
         theirs = isinstance(config, RobertaConfig)
         model = RobertaModel(config, add_pooling_layer=False) if theirs else LinformerModel(config)
-    model = model.to(best_dtype())
+    model = model.to(DTYPE)
     return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
 
 def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
-    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=best_device()), task)
+    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=DEVICE), task)
 
 
 def compare(
@@ -134,8 +125,7 @@ def compare(
 ) -> Iterator[list[Cell]]:
     """Measure the models `which` (see `model_configs`) at each n and task, timed in turn.
 
-    A pass has `tokens` tokens, or is one sequence if that is `None`. `batches` asks for the largest batch that fits
-    into `memory` GiB.
+    A pass has `tokens` tokens (`None`: one sequence). `batches` asks for the largest batch in `memory` GiB.
     """
     torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
     all_configs = {n: model_configs(n, projected, **which) for n in lengths}  # fails before anything is measured
@@ -147,14 +137,14 @@ def compare(
             runs, peaks, largest = dict[str, Run](), dict[str, int](), dict[str, int]()
             for name, config in configs.items():
                 begin(f"{name}, n={n}, {task}")
-                with suppress(OutOfMemoryError), measure.memory_errors():
+                with suppress(torch.OutOfMemoryError), measure.memory_errors():
                     compiled = name.endswith(COMPILED)
-                    make = functools.partial(random_run, build(config, compiled), n, task)
+                    make = partial(random_run, build(config, compiled), n, task)
                     if batches and not compiled:
                         largest[name] = measure.largest_batch(make, batch, memory)
                     run = make(batch)
                     run()  # compilation and autotuning do not count
-                    peaks[name], runs[name] = measure.peak_memory(run, best_device()), run
+                    peaks[name], runs[name] = measure.peak_memory(run, DEVICE), run
                 measure.release()
             begin(f"timing all models, n={n}, {task}")
             seconds = measure.interleaved(runs)
@@ -170,42 +160,41 @@ def run(
     layers: int,
     hidden: int,
     dropout: float,
-    tasks: Sequence[str],
+    task: Sequence[str],
     out: Path,
     command: str,
     console: Console,
     **options: Any,
 ) -> None:
     """Measure, show, and write `efficiency.json` and plots to `out`; `options` are those of `compare`."""
-    for name, chosen, known in (("task", tasks, TASKS), ("models", options.get("models", ()), MODELS)):
+    for name, chosen, known in (("task", task, TASKS), ("models", options["models"], MODELS)):
         for own in chosen:
             check_choice(name, own, known)
     if hidden % 64:
         raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if min(projected) >= max(lengths):
         raise UserError(f"projected={min(projected)} leaves nothing to measure: no length exceeds it")
-    if options.get("batches") and best_device() != "cuda":
+    if options["batches"] and DEVICE != "cuda":
         raise UserError("--batches needs a GPU")
-    if options.get("memory") is not None and not options.get("batches"):
+    if options["memory"] is not None and not options["batches"]:
         raise UserError(f"memory={options['memory']} has no effect without --batches")
     make_folder("out", out)
     options |= {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 4 * hidden}
-    options |= {"num_attention_heads": hidden // 64}
+    options |= {"num_attention_heads": hidden // 64, "tokens": tokens}
     options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    record = {"command": command, "commit": commit(), **environment(), "dtype": str(best_dtype()).split(".")[1]}
-    record |= {**options, "tokens": tokens}
+    record = {"command": command, "commit": commit(), **environment(), "dtype": str(DTYPE).split(".")[1]}
     cells: list[Cell] = []
-    for measured in compare(lengths, projected, tokens=tokens, tasks=tasks, console=console, **options):
+    for measured in compare(lengths, projected, tasks=task, console=console, **options):
         cells += measured
-        text = json.dumps({**record, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
         (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
-    for task in tasks:
-        measured = [cell for cell in cells if cell.task == task]
-        for table in tables(measured, task):
+    axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
+    for own in task:
+        measured = [cell for cell in cells if cell.task == own]
+        for table in tables(measured, own):
             console.print(table)
-        if points := curves(measured, milliseconds):
-            axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
-            plots.efficiency(points, curves(measured, mebibytes), out / f"{task}.png", axis)
+        if points := curves(measured, "milliseconds"):
+            plots.efficiency(points, curves(measured, "mebibytes"), out / f"{own}.png", axis)
     console.print(f"Results are in {out}", markup=False)
 
 
@@ -215,20 +204,19 @@ def tables(cells: Sequence[Cell], task: str) -> Iterator[Table]:
     names, lengths = (list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in ("model", "n"))
     best = (next((own for own in (rival + COMPILED, rival) if own in names), None) for rival in (ROBERTA, FUSED))
     rivals = [own for own in best if own] or [own for own in names if own == UNFUSED]
-    measures: dict[str, Callable[[Cell], float]] = {"Milliseconds": milliseconds, "MiB beside the weights": mebibytes}
-    if any(cell.largest_batch is not None for cell in cells):
-        measures["Largest batch"] = lambda cell: cell.largest_batch or 0
+    relative = f" (relative to {' / '.join(rivals)})" if rivals else ""
+    values = {"milliseconds": "Milliseconds", "mebibytes": "MiB beside the weights", "largest_batch": "Largest batch"}
 
-    def text(cell: Cell | None, value: Callable[[Cell], float]) -> str:
+    def text(cell: Cell | None, value: str) -> str:
         if cell is None or cell.seconds is None:
             return "–" if cell is None else "out of memory"
-        own, others = value(cell), [value(found[rival, cell.n]) for rival in rivals if cell.k is not None]
+        own, others = getattr(cell, value) or 0, [getattr(found[rival, cell.n], value) for rival in rivals if cell.k]
         ratios = " / ".join(f"{own / other:.2f}" if other else "–" for other in others)
         return (f"{own:,}" if isinstance(own, int) else f"{own:,.1f}") + (f" ({ratios})" if ratios else "")
 
-    for title, value in measures.items():
-        relative = f" (relative to {' / '.join(rivals)})" if rivals else ""
-        table = Table("model", *(f"n={n}" for n in lengths), title=f"{title}, {task}{relative}")
-        for name in names:
-            table.add_row(name, *(text(found.get((name, n)), value) for n in lengths))
-        yield table
+    for value, title in values.items():
+        if any(getattr(cell, value) is not None for cell in cells):
+            table = Table("model", *(f"n={n}" for n in lengths), title=f"{title}, {task}{relative}")
+            for name in names:
+                table.add_row(name, *(text(found.get((name, n)), value) for n in lengths))
+            yield table

@@ -7,32 +7,29 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Run = Callable[[], Any]
-Name = TypeVar("Name", bound=Hashable)
 
-
-class OutOfMemoryError(Exception):
-    """The device has too little memory for a run."""
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise `OutOfMemoryError` for all of torch's ways to run out of memory, after freeing what was allocated."""
+    """Raise `torch.OutOfMemoryError` for every way to run out of memory, after freeing what was allocated."""
     try:
         yield
         return
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in str(error):
             raise
         error.__traceback__ = None  # its frames hold tensors
-        reason = OutOfMemoryError(str(error).splitlines()[0])
+        reason = torch.OutOfMemoryError(str(error).partition("\n")[0])
     release()
     raise reason
 
@@ -42,14 +39,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def best_dtype() -> torch.dtype:
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def make_run(model: nn.Module, inputs: Tensor, task: str) -> Run:
@@ -71,15 +60,15 @@ def make_run(model: nn.Module, inputs: Tensor, task: str) -> Run:
 
 
 def interleaved(
-    runs: Mapping[Name, Run], min_seconds: float = 0.3, rounds: int = 3, queued: float = 0.15
-) -> dict[Name, float]:
+    runs: Mapping[Any, Run], min_seconds: float = 0.3, rounds: int = 3, queued: float = 0.15
+) -> dict[Any, float]:
     """Median seconds of each function, timed in turn so that a slow moment affects all of them alike.
 
     On a GPU, runs of about `queued` seconds are queued together, as in a loop over batches: the CPU's time counts only
     where the GPU waits for it. The result leaves out functions that run out of memory.
     """
-    counts: dict[Name, int] = {}
-    times: dict[Name, list[float]] = {name: [] for name in runs}
+    counts: dict[Any, int] = {}
+    times: dict[Any, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
     while times and (time.perf_counter() - start < min_seconds * len(times) or rounds > 0):
         rounds -= 1
@@ -89,7 +78,7 @@ def interleaved(
                     if name not in counts:
                         counts[name] = runs_at_once(runs[name], queued)
                     times[name].append(_seconds(runs[name], counts[name]))
-            except OutOfMemoryError:
+            except torch.OutOfMemoryError:
                 del times[name]
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -145,7 +134,7 @@ def largest_batch(make: Callable[[int], Run], batch: int, memory: int | None = N
                 make(guess)()
                 torch.cuda.synchronize()
             most = guess
-        except OutOfMemoryError:
+        except torch.OutOfMemoryError:
             too_many = guess
         guess = 2 * most if too_many is None else (most + too_many) // 2
     if memory is not None:

@@ -68,31 +68,17 @@ class Plan:
         else:
             self.programs = b * h * (ceil_div(n, tile.near) if name == "backward_near_keys" else query_tiles)
 
-        arguments: dict[str, Any] = {
-            "heads": h,
-            "splits": self.splits,
-            "n": n,
-            "k": k,
-            "window": shapes.window,
-            "scale": shapes.scaling / math.log(2),
-            "scaling": shapes.scaling,
-            "threshold": min(round(shapes.dropout * 2**31), 2**31 - 1),
-            "rescale": 1 / (1 - shapes.dropout) if shapes.dropout < 1 else 0.0,
-            "split_stride": 2 * b * h * k * d,
-            "value_offset": b * h * k * d,
-            "near_value_offset": b * h * n * d,
-            "D": d,
-            "BLOCK_N": tile.queries,
-            "BLOCK_K": tile.keys,
-            "BLOCK_W": tile.near,
-            "BLOCK_D": channels,
-            "HAS_MASK": shapes.strides[list(STRIDES).index("MASK")] is not None,
-            "DROPOUT": shapes.dropout > 0,
-            "EVEN": d == channels and n % tile.queries == 0,
-            "EVEN_K": d == channels and k % tile.keys == 0,
-            "PRECISION": "ieee" if shapes.exact else "tf32",
-            "STAGES": tile.stages,
-        }
+        arguments: dict[str, Any] = {"heads": h, "splits": self.splits, "n": n, "k": k, "window": shapes.window}
+        arguments |= {"scale": shapes.scaling / math.log(2), "scaling": shapes.scaling}
+        arguments |= {"value_offset": b * h * k * d, "split_stride": 2 * b * h * k * d}
+        arguments |= {"near_value_offset": b * h * n * d, "DROPOUT": shapes.dropout > 0}
+        arguments["threshold"] = min(round(shapes.dropout * 2**31), 2**31 - 1)
+        arguments["rescale"] = 1 / (1 - shapes.dropout) if shapes.dropout < 1 else 0.0
+        arguments |= {"D": d, "BLOCK_D": channels, "BLOCK_N": tile.queries, "BLOCK_K": tile.keys, "BLOCK_W": tile.near}
+        arguments["EVEN"] = d == channels and n % tile.queries == 0
+        arguments["EVEN_K"] = d == channels and k % tile.keys == 0
+        arguments["HAS_MASK"] = shapes.strides[list(STRIDES).index("MASK")] is not None
+        arguments |= {"PRECISION": "ieee" if shapes.exact else "tf32", "STAGES": tile.stages}
         for names, strides in zip(map(str.split, STRIDES.values()), shapes.strides, strict=True):
             arguments |= dict(zip(names, strides or [0] * len(names), strict=True))
         self.arguments = [arguments.get(name) for name in self.kernel.arg_names]

@@ -47,8 +47,7 @@ def attend_locally(
 
     def split(x: Tensor, margin: int = 0) -> Tensor:
         """(b, h, n, d) to blocks (b, count + 2 · margin, size, h, d), with `margin` empty blocks on each side."""
-        padding = (0, 0, 0, 0, margin * size, count * size - n + margin * size)
-        padded = functional.pad(x.transpose(1, 2), padding)
+        padded = functional.pad(x.transpose(1, 2), (0, 0, 0, 0, margin * size, (count + margin) * size - n))
         if exporting:
             starts = size * torch.arange(count + 2 * margin, device=device)
             return padded[:, starts[:, None] + torch.arange(size, device=device)]

@@ -9,21 +9,13 @@ from torch import Tensor
 
 
 class Ranks(NamedTuple):
-    """How to sort each row of a batch by rank, with the real tokens first and the padding last.
+    """How to sort each row of a batch by rank, with the real tokens first and the padding last."""
 
-    Attributes:
-        mask: true at real tokens, (b, n).
-        sorted_mask: the same after sorting, (b, n).
-        lengths: the number of real tokens of each row, (b,).
-        places: the place of each token in the sorted row, (b, n).
-        order: the token at each place of the sorted row, (b, n): the inverse of `places`.
-    """
-
-    mask: Tensor
-    sorted_mask: Tensor
-    lengths: Tensor
-    places: Tensor
-    order: Tensor
+    mask: Tensor  # true at real tokens, (b, n)
+    sorted_mask: Tensor  # the same after sorting, (b, n)
+    lengths: Tensor  # the number of real tokens of each row, (b,)
+    places: Tensor  # the place of each token in the sorted row, (b, n)
+    order: Tensor  # the token at each place of the sorted row, (b, n): the inverse of `places`
 
     @classmethod
     def of(cls, mask: Tensor) -> Ranks:
