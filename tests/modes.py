@@ -1,6 +1,7 @@
 """The modes in which every property must hold, and small models in each of them."""
 
 import re
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
@@ -101,6 +102,13 @@ def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.
     mask[:, 5] = True
     mask[3] = False
     return model, ids, mask
+
+
+def gradients(model: nn.Module, run: Callable | None = None, **inputs) -> list[torch.Tensor]:
+    """The gradients of the loss of `model`, or of its compiled version `run`."""
+    model.zero_grad()
+    (run or model)(**inputs).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def assert_poison_in_padding_does_not_matter(model: LinformerForMaskedLM, mask: torch.Tensor) -> None:

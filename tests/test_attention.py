@@ -25,11 +25,6 @@ def layer(hidden_size=16, num_heads=4, max_length=12, projected_length=4, **mode
     return attention
 
 
-def definition(attention, x):
-    """What a `LinformerAttention` must return for rows without padding."""
-    return naive_attention(attention, *attention.projections(x.shape[1], None, x.device)[0], x)
-
-
 def assert_same(result, expected):
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
@@ -61,23 +56,17 @@ def test_equals_its_definition(mode, attn_implementation):
             assert_same(result[mask], naive_attention(attention, E, F, x, mask, shift)[mask])
 
 
-def test_the_definition_notices_a_difference():
-    attention = layer()
-    x = torch.randn(2, 12, 16, dtype=torch.double)
-    expected = definition(attention, x)
-    assert_same(attention(x), expected)
-    with torch.no_grad():
-        attention.projections[0].delta[3, 2] += 1e-6
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(attention(x), expected)
-
-
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (13, 5), (11, 10), (12, 11), (11, 11), (5, 1), (1, 1), (31, 17)])
 @pytest.mark.parametrize("init", ["window", "gaussian"])
 def test_prime_and_adjacent_sizes(n, k, init):
     attention = layer(max_length=n, projected_length=k, projection_init=init)
     x = torch.randn(2, n, 16, dtype=torch.double)
-    assert_same(attention(x), definition(attention, x))
+    expected = naive_attention(attention, *attention.projections(n, None, x.device)[0], x)
+    assert_same(attention(x), expected)
+    with torch.no_grad():
+        attention.projections[1].delta[n // 2, k // 2] += 1e-6
+    with pytest.raises(AssertionError, match="not close"):  # the comparison notices a small difference
+        assert_same(attention(x), expected)
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
@@ -162,8 +151,9 @@ def test_cost_is_linear_and_a_shared_matrix_projects_first(sharing, maps, rows):
 
 
 @pytest.mark.parametrize("projection", ["linear", "mean", "max", "conv"])
-def test_a_smaller_k_of_some_heads_or_layers_costs_less(projection):
-    fields = {"projection": projection, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_a_smaller_k_of_some_heads_or_layers_costs_less(projection, attn_implementation):
+    fields = {"projection": projection, "max_position_embeddings": 64, "attn_implementation": attn_implementation}
     fields["sharing"] = "none" if projection == "conv" else "layerwise"
 
     def cost(projected_length):
@@ -181,9 +171,7 @@ def test_a_smaller_k_of_some_heads_or_layers_costs_less(projection):
     [
         ({"projected_length": 13}, "projected_length=13 exceeds max_length=12"),
         ({"num_heads": 3}, "hidden_size=16 is not divisible by num_heads=3"),
-        ({"projected_length": [4, 4]}, "projected_length has 2 entries, but there must be 4"),
         ({"projected_length": [[4] * 4]}, "projected_length has 1 entries, but there must be 4"),
-        ({"projected_length": "4"}, "projected_length='4' must be"),
         ({"projected_length": [[4]] * 4}, "projected_length=[4] must be"),
         ({"sharing": "headwize"}, "sharing='headwize' is not one of"),
         ({"max_length": 0}, "max_length=0 must be"),
@@ -193,10 +181,7 @@ def test_a_smaller_k_of_some_heads_or_layers_costs_less(projection):
         ({"window_shift": 3}, "window_shift=3 must be an integer from 0 to 2"),
         ({"window_shift": 0.5}, "window_shift=0.5 must be an integer from 0 to 2"),
         ({"window_shift": 1, "projection": "mean"}, "window_shift=1 must be 0"),
-        ({"local_window": -1}, "local_window=-1 must be"),
         ({"local_window": 513}, "local_window=513 must be"),
-        ({"local_window": 8, "projection": "identity"}, "local_window=8 adds nothing"),
-        ({"projection": "none"}, "local_window must be at least 1"),
     ],
     ids=str,
 )
@@ -215,10 +200,8 @@ X, ONES = torch.zeros(2, 12, 16), torch.ones(2, 12, dtype=torch.bool)
         (X, {"context": torch.zeros(2, 13, 16)}, "context has 13 tokens, but at most n=12"),
         (torch.zeros(2, 12, 15), {}, "hidden_states has shape (2, 12, 15), expected (batch, length, 16)"),
         (X[0], {}, "hidden_states has shape (12, 16), expected (batch, length, 16)"),
-        (X.numpy(), {}, "hidden_states is of type ndarray"),
         (X, {"context": torch.zeros(3, 5, 16)}, "context has shape (3, 5, 16), expected (2, length, 16)"),
         (X, {"attention_mask": ONES[:, :11]}, "attention_mask has shape (2, 11), expected (2, 12)"),
-        (X, {"attention_mask": ONES.float()}, "attention_mask has type torch.float32, expected bool or integers"),
         (X, {"context": X[:, :5], "context_mask": ONES}, "context_mask has shape (2, 12), expected (2, 5)"),
         (X, {"context_mask": ONES}, "context_mask was given without context"),
         (X, {"is_causal": True}, "is_causal=True is not possible"),

@@ -23,10 +23,6 @@ VALUES = {"num_labels": 3, "problem_type": "regression"}
 SPANS = {"start_positions": ONES, "end_positions": ONES}
 
 
-def classifier(**fields):
-    return random_model(LinformerForSequenceClassification, **fields)
-
-
 def cross_entropy(logits, labels):
     """The mean of -log p over all labels but -100, one after the other."""
     pairs = zip(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).tolist(), strict=True)
@@ -62,16 +58,12 @@ def test_loss_of_each_token(model_class):
         ({"num_labels": 2}, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), binary_cross_entropy),
         (VALUES, torch.tensor([[1.0, 0.5, 2.0], [0.0, -1.0, 1.0]]), squared_error),
         (VALUES, torch.ones(2, 3, dtype=torch.long), squared_error),
-        (
-            {"num_labels": 1, "problem_type": "multi_label_classification"},
-            torch.tensor([[1], [0]]),
-            binary_cross_entropy,
-        ),
+        ({"num_labels": 1, "problem_type": "multi_label_classification"}, ONES[:, :1], binary_cross_entropy),
     ],
     ids=["class", "column", "value", "classes", "values", "integer values", "one class or none"],
 )
 def test_loss_of_a_text(fields, labels, expected):
-    model = classifier(**fields)
+    model = random_model(LinformerForSequenceClassification, **fields)
     outputs = model(torch.randint(31, (2, 8)), labels=labels)
     torch.testing.assert_close(outputs.loss, expected(outputs.logits, labels))
 
@@ -122,12 +114,12 @@ def test_invalid_labels_are_named(model, arguments, fragment):
 )
 def test_labels_must_fit_the_problem(fields, labels, fragment):
     with refused(fragment):
-        classifier(**fields)(ONES, labels=labels)
+        random_model(LinformerForSequenceClassification, **fields)(ONES, labels=labels)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_a_text_is_classified_by_its_first_token_or_by_the_mean_of_all(pooling):
-    model = classifier(classifier_pooling=pooling)
+    model = random_model(LinformerForSequenceClassification, classifier_pooling=pooling)
     ids, mask = torch.randint(31, (2, 8)), torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0], [1] * 8])
     states = model.linformer(ids, mask).last_hidden_state
     rows = [states[0, 2:6], states[1]]
@@ -138,7 +130,7 @@ def test_a_text_is_classified_by_its_first_token_or_by_the_mean_of_all(pooling):
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("mask", [None, ONES[:, :0]], ids=["no mask", "mask"])
 def test_a_text_without_tokens_cannot_be_classified(pooling, mask):
-    model = classifier(classifier_pooling=pooling)
+    model = random_model(LinformerForSequenceClassification, classifier_pooling=pooling)
     with refused("input_ids has length 0"):
         model(ONES[:, :0], mask)
     assert model(torch.ones(0, 5, dtype=torch.long)).logits.shape == (0, 2)
