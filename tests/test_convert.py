@@ -116,7 +116,7 @@ def test_another_architecture_is_refused():
         ({"pad_token_id": None}, {}, "the RoBERTa model has pad_token_id=None"),
         ({}, {"hidden_size": 32}, "hidden_size=32 is not possible"),
         ({}, {"norm_first": True}, "norm_first=True is not possible"),
-        ({}, {"num_labels": 2}, "num_labels=2 is not possible"),
+        ({}, {"num_labels": 3}, "num_labels=3 is not possible"),
         ({}, {"projected_length": 4}, "projected_length=4 has no effect"),
         ({}, {"sharing": "none", "projection": "identity"}, "sharing='none' has no effect"),
         ({}, {"projecton": "linear"}, "did you mean 'projection'?"),

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from linformers import reference
+from linformers.ops import attend
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 GPU_MARKS = [pytest.mark.gpu] if ON_GPU else []
@@ -15,9 +18,27 @@ def head_tensors(*lengths, b=1, h=2, d=16, dtype=torch.float32):
     ]
 
 
-def derive(function, inputs, gradient):
+def kernel_inputs(n, k, window, **options):
+    """Inputs of `attend`, with exact keys and values if there is a window, and the gradient of its output."""
+    inputs = head_tensors(*((n, k, k, n, n) if window else (n, k, k)), **options)
+    return inputs, torch.randn_like(inputs[0]).transpose(1, 2)
+
+
+def by_kernels(query, *others, **options):
+    return attend.attend(query, *others, **options, scaling=query.shape[-1] ** -0.5)
+
+
+def by_reference(query, key, value, *near, window=0, mask=None, lengths=None):
+    scaling = query.shape[-1] ** -0.5
+    if not near:
+        return reference.attend(query, key, value, mask, scaling=scaling)[0].transpose(1, 2)
+    options = {"window": window, "mask": mask, "lengths": lengths, "scaling": scaling}
+    return reference.attend_locally(query, key, value, *near, **options).transpose(1, 2)
+
+
+def derive(function, inputs, gradient, **options):
     """The output (b, n, h, d) and the gradients of all inputs."""
-    output = function(*inputs)
+    output = function(*inputs, **options)
     return [output, *torch.autograd.grad(output, inputs, gradient)]
 
 

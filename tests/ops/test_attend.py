@@ -6,11 +6,22 @@ from torch import library
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from linformers import reference
-from linformers.ops.attend import _attend, attend, fits_in_registers, fits_on_chip
-from linformers.ops.launch import best_splits, next_power_of_2
+from linformers.ops.attend import _attend, fits_in_registers, fits_on_chip
+from linformers.ops.launch import best_splits
 
-from .common import DEVICE, GPU_MARKS, ON_GPU, assert_accuracy, assert_all_close, derive, head_tensors, to_double
+from .common import (
+    DEVICE,
+    GPU_MARKS,
+    ON_GPU,
+    assert_accuracy,
+    assert_all_close,
+    by_kernels,
+    by_reference,
+    derive,
+    head_tensors,
+    kernel_inputs,
+    to_double,
+)
 
 pytest.importorskip("triton")
 pytestmark = GPU_MARKS
@@ -34,23 +45,14 @@ def tensors(n, k, **options):
     return head_tensors(n, k, k, **options)
 
 
-def by_reference(query, key, value, mask=None):
-    output, _ = reference.attend(query, key, value, mask, scaling=query.shape[-1] ** -0.5)
-    return output.transpose(1, 2)
-
-
-def by_torch(query, key, value, mask=None):
+def by_torch(query, key, value, mask):
     return scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
-
-
-def by_kernels(query, key, value, mask=None, **options):
-    return attend(query, key, value, mask=mask, scaling=query.shape[-1] ** -0.5, **options)
 
 
 def assert_accurate(inputs, mask=None):
     gradient = torch.randn_like(inputs[0]).transpose(1, 2)
-    expected = derive(lambda *x: by_reference(*x, mask), to_double(inputs), gradient.double())
-    ours, torchs = (derive(lambda *x, f=f: f(*x, mask), inputs, gradient) for f in (by_kernels, by_torch))
+    expected = derive(by_reference, to_double(inputs), gradient.double(), mask=mask)
+    ours, torchs = (derive(function, inputs, gradient, mask=mask) for function in (by_kernels, by_torch))
     assert_accuracy(ours, torchs, expected)
 
 
@@ -91,22 +93,23 @@ def test_a_row_without_visible_keys(k):
     inputs = tensors(70, k, b=2)
     mask = torch.zeros(2, 1, 1, k, dtype=torch.bool, device=DEVICE)
     mask[1, ..., 5] = True
-    output, *gradients = derive(lambda *x: by_kernels(*x, mask), inputs, torch.ones(2, 70, 2, 16, device=DEVICE))
+    output, *gradients = derive(by_kernels, inputs, torch.ones(2, 70, 2, 16, device=DEVICE), mask=mask)
     assert all((x[0] == 0).all() for x in (output, *gradients))
     assert all(x.isfinite().all() for x in (output, *gradients))
     torch.testing.assert_close(output[1], inputs[2][1, :, 5].expand(70, 2, 16))
 
 
-@pytest.mark.parametrize("k", [17, MANY])
-def test_any_strides(k):
+@pytest.mark.parametrize(("k", "window"), [(17, 0), (MANY, 0), (9, 5)])
+def test_any_strides(k, window):
     """Broadcast, transposed and sliced inputs."""
     whole = torch.randn(3, 16, 2, 140, device=DEVICE)
     query = whole[:1, :, :, ::2].permute(0, 2, 3, 1).expand(2, 2, 70, 16)
-    key, value = torch.randn(2, 2, 2, k, 17, device=DEVICE)[..., 1:]
+    lengths = (k, k, 70, 70) if window else (k, k)
+    others = [torch.randn(2, 2, length, 17, device=DEVICE)[..., 1:] for length in lengths]
     gradient = torch.randn(1, 70, 1, 16, device=DEVICE).expand(2, 70, 2, 16)
-    inputs = [x.requires_grad_() for x in (query, key, value)]
-    results = derive(by_kernels, inputs, gradient)
-    assert_all_close(results, derive(by_reference, inputs, gradient), atol=1e-4)
+    inputs = [x.requires_grad_() for x in (query, *others)]
+    results, expected = (derive(run, inputs, gradient, window=window) for run in (by_kernels, by_reference))
+    assert_all_close(results, expected, atol=1e-4)
     assert results[0].is_contiguous()
 
 
@@ -180,17 +183,11 @@ def test_dropout_of_everything_and_of_nothing():
     assert torch.equal(by_kernels(*inputs, dropout=0.0), by_kernels(*inputs))
 
 
-def windowed_tensors(n, k, window, **options):
-    """Inputs of `attend`, with exact keys and values if there is a window, and the gradient of its output."""
-    inputs = head_tensors(*((n, k, k, n, n) if window else (n, k, k)), **options)
-    return inputs, torch.randn_like(inputs[0]).transpose(1, 2)
-
-
 @pytest.mark.parametrize(("k", "window"), [(24, 0), (MANY, 0), (8, 4)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_operator(k, window, masked):
     """Tracing predicts shapes, dtypes and strides; gradients are registered; compiling works with dynamic shapes."""
-    inputs, _ = windowed_tensors(20, k, window)
+    inputs, _ = kernel_inputs(20, k, window)
     inputs += [] if window else [None, None]
     mask = torch.rand(1, 1, 1, k, device=DEVICE) < 0.5 if masked else None
     lengths = torch.tensor([13], device=DEVICE) if masked and window else None
@@ -201,28 +198,26 @@ def test_operator(k, window, masked):
 
 @pytest.mark.parametrize(("k", "window"), [(128, 0), (300, 0), (30, 20)])
 def test_deterministic(k, window):
-    inputs, gradient = windowed_tensors(1000 if ON_GPU else 100, k, window, d=64, dtype=torch.bfloat16)
-    first = derive(lambda *x: attend(*x, window=window, scaling=0.125), inputs, gradient)
+    inputs, gradient = kernel_inputs(1000 if ON_GPU else 100, k, window, d=64, dtype=torch.bfloat16)
+    first = derive(by_kernels, inputs, gradient, window=window)
     for _ in range(50 if ON_GPU else 2):
-        assert all(
-            map(torch.equal, derive(lambda *x: attend(*x, window=window, scaling=0.125), inputs, gradient), first)
-        )
+        assert all(map(torch.equal, derive(by_kernels, inputs, gradient, window=window), first))
     for _ in range(1000 if ON_GPU else 2):
-        assert torch.equal(attend(*inputs, window=window, scaling=0.125), first[0])
+        assert torch.equal(by_kernels(*inputs, window=window), first[0])
 
 
 @pytest.mark.parametrize("window", [0, 6])
 def test_checkpointing_replays_dropout(window):
-    inputs, gradient = windowed_tensors(40, 24, window)
+    inputs, gradient = kernel_inputs(40, 24, window)
 
-    def function(*x):
-        return attend(*x, window=window, scaling=0.25, dropout=0.5)
+    def checkpointed(*x, **options):
+        return checkpoint(by_kernels, *x, **options, use_reentrant=False)
 
-    torch.manual_seed(0)
-    expected = derive(function, inputs, gradient)
-    torch.manual_seed(0)
-    again = derive(lambda *x: checkpoint(function, *x, use_reentrant=False), inputs, gradient)
-    assert all(map(torch.equal, expected, again))
+    results = []
+    for run in (by_kernels, checkpointed):
+        torch.manual_seed(0)
+        results.append(derive(run, inputs, gradient, window=window, dropout=0.5))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(
@@ -249,10 +244,6 @@ def test_most_keys_of_each_kernel(d, dtype, in_registers, on_chip):
         assert fits(key[:, :, 1:])
         assert not fits(key)
         assert not fits(key[:, :, 1:], near_key=key)
-
-
-def test_next_power_of_2():
-    assert [next_power_of_2(x) for x in (1, 16, 17, 64, 65, 1000)] == [16, 16, 32, 64, 128, 1024]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="no CUDA device")

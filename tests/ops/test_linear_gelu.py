@@ -31,13 +31,8 @@ def test_as_accurate_as_torch(rows, inner, columns):
     own = (linear_gelu(*inputs).double() - expected).norm()
     other = (functional.gelu(functional.linear(*inputs)).double() - expected).norm()
     assert own <= 1.5 * other + 2.5e-4 * expected.norm()
-
-
-def test_leading_axes():
-    tokens, weight, bias = tensors(24, 16, 32)
-    result = linear_gelu(tokens.view(2, 3, 4, 16), weight, bias)
-    assert result.shape == (2, 3, 4, 32)
-    assert torch.equal(result.view(24, 32), linear_gelu(tokens, weight, bias))
+    tokens, *others = inputs
+    assert torch.equal(linear_gelu(tokens[None, :, None], *others)[0, :, 0], linear_gelu(*inputs))  # leading axes
 
 
 def test_operator():
