@@ -9,19 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from linformers.ops.attend import _attend, fits_in_registers, fits_on_chip
 from linformers.ops.launch import best_splits
 
-from .common import (
-    DEVICE,
-    GPU_MARKS,
-    ON_GPU,
-    assert_accuracy,
-    assert_all_close,
-    by_kernels,
-    by_reference,
-    derive,
-    head_tensors,
-    kernel_inputs,
-    to_double,
-)
+from .common import DEVICE, GPU_MARKS, ON_GPU, assert_accurate, by_kernels, by_reference, derive, kernel_inputs
 
 pytest.importorskip("triton")
 pytestmark = GPU_MARKS
@@ -41,32 +29,21 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
-def tensors(n, k, **options):
-    return head_tensors(n, k, k, **options)
-
-
-def by_torch(query, key, value, mask):
+def by_torch(query, key, value, mask=None):
     return scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
-
-
-def assert_accurate(inputs, mask=None):
-    gradient = torch.randn_like(inputs[0]).transpose(1, 2)
-    expected = derive(by_reference, to_double(inputs), gradient.double(), mask=mask)
-    ours, torchs = (derive(function, inputs, gradient, mask=mask) for function in (by_kernels, by_torch))
-    assert_accuracy(ours, torchs, expected)
 
 
 # In the interpreter, the largest sizes take half a minute each.
 @pytest.mark.parametrize(("n", "k"), [(65, 2048), *((n, k) for n in LENGTHS for k in KEYS if ON_GPU or n * k < 2e5)])
 def test_sizes(n, k):
-    assert_accurate(tensors(n, k, h=1 if k * n > 1e5 else 2))
+    assert_accurate(by_torch, *kernel_inputs(n, k, h=1 if k * n > 1e5 else 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(1, 17), (129, 96), (63, 256), (127, 1000)] if not ON_GPU else
                          [(n, k) for n in LENGTHS for k in KEYS])  # fmt: skip
 def test_half_precision(n, k, dtype):
-    assert_accurate(tensors(n, k, d=64, dtype=dtype))
+    assert_accurate(by_torch, *kernel_inputs(n, k, d=64, dtype=dtype))
 
 
 @pytest.mark.parametrize("d", [1, 8, 40, 64, 80, 128])
@@ -74,26 +51,26 @@ def test_half_precision(n, k, dtype):
 def test_head_sizes(d, k):
     for dtype in DTYPES if ON_GPU else (torch.float32,):
         # With too few numbers, torch's error could be small by accident.
-        assert_accurate(tensors(70, k, d=d, h=max(2, 16 // d), dtype=dtype))
+        assert_accurate(by_torch, *kernel_inputs(70, k, d=d, h=max(2, 16 // d), dtype=dtype))
 
 
 @pytest.mark.parametrize("k", [17, MANY])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_masked_slots(k, heads):
-    inputs = tensors(70, k, b=3)
+    inputs = kernel_inputs(70, k, b=3)
     mask = torch.rand(3, heads, 1, k, device=DEVICE) < 0.5
     mask[..., 0] = True
-    assert_accurate(inputs, mask)
+    assert_accurate(by_torch, *inputs, mask=mask)
     if heads == 1:
-        assert_accurate(inputs, mask[:1])
+        assert_accurate(by_torch, *inputs, mask=mask[:1])
 
 
 @pytest.mark.parametrize("k", [17, MANY])
 def test_a_row_without_visible_keys(k):
-    inputs = tensors(70, k, b=2)
+    inputs, gradient = kernel_inputs(70, k, b=2)
     mask = torch.zeros(2, 1, 1, k, dtype=torch.bool, device=DEVICE)
     mask[1, ..., 5] = True
-    output, *gradients = derive(by_kernels, inputs, torch.ones(2, 70, 2, 16, device=DEVICE), mask=mask)
+    output, *gradients = derive(by_kernels, inputs, gradient, mask=mask)
     assert all((x[0] == 0).all() for x in (output, *gradients))
     assert all(x.isfinite().all() for x in (output, *gradients))
     torch.testing.assert_close(output[1], inputs[2][1, :, 5].expand(70, 2, 16))
@@ -109,19 +86,19 @@ def test_any_strides(k, window):
     gradient = torch.randn(1, 70, 1, 16, device=DEVICE).expand(2, 70, 2, 16)
     inputs = [x.requires_grad_() for x in (query, *others)]
     results, expected = (derive(run, inputs, gradient, window=window) for run in (by_kernels, by_reference))
-    assert_all_close(results, expected, atol=1e-4)
+    torch.testing.assert_close(results, expected, rtol=0, atol=1e-4)
     assert results[0].is_contiguous()
 
 
 def test_large_scores_do_not_overflow():
-    query, key, value = tensors(70, 17, dtype=torch.float16)
+    (query, key, value), _ = kernel_inputs(70, 17, dtype=torch.float16)
     inputs = 100 * query, 100 * key, value
     torch.testing.assert_close(by_kernels(*inputs), by_reference(*inputs), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(("b", "n"), [(0, 7), (2, 0)])
 def test_empty_batch_and_empty_sequence(b, n):
-    output, *gradients = derive(by_kernels, tensors(n, 3, b=b), torch.ones(b, n, 2, 16, device=DEVICE))
+    output, *gradients = derive(by_kernels, *kernel_inputs(n, 3, b=b))
     assert output.shape == (b, n, 2, 16)
     assert all((gradient == 0).all() for gradient in gradients)
 
@@ -155,30 +132,38 @@ def test_dropout(p):
     assert torch.equal(entries, dropout_mask(n, k, p, seed=0))
 
 
-@pytest.mark.parametrize("k", [24, MANY])
-def test_gradients_with_dropout(k):
+@pytest.mark.parametrize(("k", "window"), [(24, 0), (MANY, 0), (12, 6)])
+def test_gradients_with_dropout(k, window):
     """Forward and backward pass drop the same entries."""
-    n, d, p = 70, 16, 0.3
-    seed = torch.tensor([3], device=DEVICE)
+    n, d = 70, 16
+    seed, positions = torch.tensor([3], device=DEVICE), torch.arange(n, device=DEVICE)
+    visible = torch.ones(n, k, dtype=torch.bool, device=DEVICE)
+    if window:
+        visible = torch.cat([visible, (positions[:, None] - positions).abs() <= window], 1)
 
-    def run(query, key, value, scaling=d**-0.5):
-        return _attend(query, key, value, *(None,) * 4, seed, 0, scaling, p)[0]
+    def run(query, key, value, near_key=None, near_value=None):
+        return _attend(query, key, value, near_key, near_value, None, None, seed, window, d**-0.5, 0.3)[0]
 
     # Uniform attention onto 64 rows of an identity matrix at a time shows which entries this seed drops.
-    parts = torch.eye(k, device=DEVICE).expand(1, 2, k, k).split(64, -1)
-    zeros = [[torch.zeros(1, 2, length, part.shape[-1], device=DEVICE) for length in (n, k)] for part in parts]
-    keep = torch.cat([run(*z, part.contiguous()).transpose(1, 2) * k for z, part in zip(zeros, parts, strict=True)], -1)
+    keep = []
+    for part in torch.eye(visible.shape[1], device=DEVICE).expand(1, 2, -1, -1).split(64, -1):
+        (query, key, _, *near), _ = kernel_inputs(n, k, window, d=part.shape[-1])
+        values = [own.contiguous() for own in part.split((k, n) if window else k, 2)]
+        inputs = (0 * query, 0 * key, values[0], *(0 * x for x in near[:1]), *values[1:])
+        keep.append(run(*inputs).transpose(1, 2) * visible.sum(1, keepdim=True))
 
-    def expected(query, key, value):
-        probs = (query @ key.mT * d**-0.5).softmax(-1) * keep
-        return (probs @ value).transpose(1, 2)
+    def expected(query, key, value, *near):
+        scores = query @ torch.cat([key, *near[:1]], 2).mT * d**-0.5
+        probs = scores.masked_fill(~visible, -torch.inf).softmax(-1) * torch.cat(keep, -1)
+        return (probs @ torch.cat([value, *near[1:]], 2)).transpose(1, 2)
 
-    inputs, gradient = tensors(n, k, d=d), torch.randn(1, n, 2, d, device=DEVICE)
-    assert_all_close(derive(run, inputs, gradient), derive(expected, inputs, gradient), atol=2e-5)
+    inputs, gradient = kernel_inputs(n, k, window, d=d)
+    results = derive(run, inputs, gradient)
+    torch.testing.assert_close(results, derive(expected, inputs, gradient), rtol=0, atol=2e-5)
 
 
 def test_dropout_of_everything_and_of_nothing():
-    inputs = tensors(5, 3)
+    inputs, _ = kernel_inputs(5, 3)
     assert (by_kernels(*inputs, dropout=1.0) == 0).all()
     assert torch.equal(by_kernels(*inputs, dropout=0.0), by_kernels(*inputs))
 
@@ -252,7 +237,7 @@ def test_more_than_2_to_the_31_elements():
     torch.use_deterministic_algorithms(False)
     query = torch.randn(1, n, h, d, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     assert query.numel() > 2**31
-    _, key, value = tensors(1, k, h=h, d=d, dtype=torch.bfloat16)
+    (_, key, value), _ = kernel_inputs(1, k, h=h, d=d, dtype=torch.bfloat16)
     output = by_kernels(query, key, value)
     gradient = torch.randn_like(output)
     (query_gradient,) = torch.autograd.grad(output, query, gradient)

@@ -58,19 +58,11 @@ def test_models_give_the_same_results(mode, launched):
     assert ("backward_near_keys" in launched) == any(windows)
 
 
-def test_nan_in_padding(launched):
-    model, _, mask = model_and_inputs(attn_implementation="triton")
-    modes.assert_poison_in_padding_does_not_matter(model, mask)
-    assert launched
-
-
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_triton_is_the_default_on_a_gpu(has_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert LinformerModel(modes.config()).config._attn_implementation == (TRITON if has_gpu else "sdpa")
-
-
-def test_names(tmp_path):
+def test_names_and_default(tmp_path, monkeypatch):
+    """Triton is the default on a GPU, under a short name that survives changes and saving."""
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert LinformerModel(modes.config()).config._attn_implementation == (TRITON if has_gpu else "sdpa")
     model = LinformerModel(modes.config(attn_implementation="triton"))
     assert model.config._attn_implementation == TRITON
     model.set_attn_implementation("sdpa")

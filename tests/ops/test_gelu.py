@@ -7,16 +7,18 @@ from linformers.ops import gelu
 from linformers.ops.gelu import FastGelu
 
 
-def exact(x):
-    x = x.double().requires_grad_()
-    output = functional.gelu(x)
-    return output.detach(), torch.autograd.grad(output.sum(), x)[0]
+def derive(function, x):
+    x = x.clone().requires_grad_()
+    output = function(x)
+    return output.detach().double(), torch.autograd.grad(output.sum(), x)[0].double()
 
 
 def fast(x):
-    x = x.clone().requires_grad_()
-    output = FastGelu.apply(x)
-    return output.detach().double(), torch.autograd.grad(output.sum(), x)[0].double()
+    return derive(FastGelu.apply, x)
+
+
+def exact(x):
+    return derive(functional.gelu, x.double())
 
 
 def test_error():
