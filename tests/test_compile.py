@@ -14,7 +14,6 @@ from .modes import gradients, random_model
 # torch's compiler uses deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-
 # Without learned weights, sharing makes no difference.
 LEARNED = ("linear", "conv")
 DISTINCT = [mode for mode in modes.UNIFORM if mode["projection"] in LEARNED or mode["sharing"] == "layerwise"]

@@ -152,8 +152,7 @@ def test_outputs_are_tuples_if_the_config_or_the_call_says_so(model_class):
     result = model(ONES, output_hidden_states=True)
     assert type(result) is tuple
     torch.testing.assert_close(result, expected.to_tuple())
-    again = model(ONES, output_hidden_states=True, return_dict=True)
-    assert again.keys() == expected.keys()
+    assert model(ONES, output_hidden_states=True, return_dict=True).keys() == expected.keys()
     if model_class in (LinformerForMaskedLM, LinformerForTokenClassification):
         loss, logits = model(ONES, labels=torch.zeros_like(ONES))
         assert (loss.shape, logits.shape[:2]) == ((), (2, 12))

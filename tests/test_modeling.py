@@ -235,12 +235,8 @@ def test_gradient_checkpointing_repeats_dropout():
 
 @pytest.mark.parametrize(
     ("model_class", "field"),
-    [
-        (LinformerModel, "hidden_dropout_prob"),
-        (LinformerModel, "attention_probs_dropout_prob"),
-        (LinformerForSequenceClassification, "classifier_dropout"),
-        (LinformerForTokenClassification, "classifier_dropout"),
-    ],
+    [(LinformerModel, "hidden_dropout_prob"), (LinformerModel, "attention_probs_dropout_prob")]
+    + [(own, "classifier_dropout") for own in (LinformerForSequenceClassification, LinformerForTokenClassification)],
 )
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_each_dropout_acts_in_training_only(model_class, field, attn_implementation):

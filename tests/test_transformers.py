@@ -97,8 +97,7 @@ def test_loss_of_several_batches_counts_all_their_items():
 
 @pytest.mark.parametrize("mode", [{}, {"sharing": "none", "norm_first": True}, {"projection": "identity"}], ids=str)
 def test_trainer_takes_twenty_steps(mode, tokenizer, tmp_path):
-    lengths = [3, 9, 6, 10] * 8
-    texts = [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,))) for length in lengths]
+    texts = [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,))) for length in [3, 9, 6, 10] * 8]
     arguments = TrainingArguments(
         tmp_path, max_steps=20, per_device_train_batch_size=4, learning_rate=1e-2, gradient_accumulation_steps=2,
         logging_steps=1, save_steps=10, report_to=[], disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
