@@ -14,7 +14,7 @@ import torch
 # Before Triton is imported: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # The compiler's own processes would import torch for many seconds, to compile C++ on cores that are busy.
+    # Each process of the compiler would import torch for many seconds.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Fixed cases in CI, so that a red run can be repeated; `HYPOTHESIS_PROFILE=search` looks for new ones.
@@ -22,27 +22,24 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# What compilers allocate lives long: by default a tenth of their time goes into looking for garbage among it.
+# Compilers allocate many objects that live long: by default, a tenth of their time goes into collecting garbage.
 gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():
-    """What has been imported, or left by other modules, is not looked through by each collection of garbage.
-
-    That takes a second where compilers have left much, and benchmarks collect after each model.
-    """
+    """Each collection of garbage skips what compilers and other modules left, which can take a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def seed():
-    # Without a GPU, `torch.manual_seed` takes milliseconds to keep the stack for the day that there is one.
+    # Without a GPU, `torch.manual_seed` takes milliseconds to record the stack.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Short inputs make several blocks of a local window, too."""
+    """Short inputs have several blocks of a local window, too."""
     monkeypatch.setattr("linformers.ops.local.SMALLEST_BLOCK", 16)

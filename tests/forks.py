@@ -6,42 +6,35 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["linformers.training.finetune", "linformers.training.predict"])
+
+def context() -> ForkServerContext:
+    own = multiprocessing.get_context("forkserver")
+    own.set_forkserver_preload(["linformers.training.finetune", "linformers.training.predict"])
+    return own
 
 
-class Forked:
-    """A process that calls a function, with the part of `subprocess.Popen` that tests need.
-
-    Args:
-        target: the function to call.
-        log: the file for everything that the process prints.
-        environment: additional environment variables.
-    """
+class Forked(ForkServerProcess):
+    """A process that calls `target` and prints to the file `log`, with the methods of `subprocess.Popen`."""
 
     def __init__(self, target: Callable[[], None], log: Path, environment: dict[str, str] | None = None) -> None:
-        arguments = (target, str(log), str(Path.cwd()), environment or {})
-        self.process = CONTEXT.Process(target=_start, args=arguments)
-        self.process.start()
+        context()
+        super().__init__(target=_start, args=(target, str(log), str(Path.cwd()), environment or {}))
+        self.start()
 
     @property
     def returncode(self) -> int | None:
-        return self.process.exitcode
+        return self.exitcode
 
     def poll(self) -> int | None:
-        return self.returncode
+        return self.exitcode
 
     def wait(self) -> int:
-        self.process.join()
-        return self.process.exitcode
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def kill(self) -> None:
-        self.process.kill()
+        self.join()
+        return self.exitcode
 
 
 def _start(target: Callable[[], None], log: str, folder: str, environment: dict[str, str]) -> None:
@@ -53,11 +46,11 @@ def _start(target: Callable[[], None], log: str, folder: str, environment: dict[
     target()
 
 
+@dataclass
 class Command:
     """`python -m linformers` with the given arguments."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.arguments = arguments
+    arguments: Sequence[str]
 
     def __call__(self) -> None:
         from linformers.__main__ import main
@@ -77,7 +70,7 @@ def in_two(target: Callable[[], None], log: Path) -> int:
     left = [Forked(target, log, {name: str(value) for name, value in own.items()}) for own in environments]
     codes = []
     while left:
-        multiprocessing.connection.wait([own.process.sentinel for own in left])
+        multiprocessing.connection.wait([own.sentinel for own in left])
         for own in [own for own in left if own.poll() is not None]:
             left.remove(own)
             codes.append(own.wait())

@@ -1,31 +1,32 @@
 """The modes in which every property must hold, and small models in each of them."""
 
+import re
+from collections.abc import Callable
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import nn
 
+import linformers.config
 from linformers import LinformerConfig, LinformerForMaskedLM
+from linformers.config import SHARINGS
+from linformers.errors import UserError
 from linformers.projections import LinearProjection
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-SHARINGS = ("none", "headwise", "key-value", "layerwise")
-PROJECTIONS = ("linear", "mean", "max", "conv", "identity")
+PROJECTIONS = [projection for projection in linformers.config.PROJECTIONS if projection != "none"]
 
 # Every sharing × projection, Gaussian E, shifted windows, k that differs by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]
 GAUSSIAN = [{"projection": "linear", "sharing": s, "projection_init": "gaussian"} for s in SHARINGS]
 SHIFTED = [{"projection": "linear", "sharing": s, "shifted_windows": True} for s in SHARINGS]
+PER_HEAD = {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]}
 NON_UNIFORM = [
-    {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
-    {"projection": "linear", "sharing": "headwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
-    {
-        "projection": "linear",
-        "sharing": "key-value",
-        "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]],
-        "projection_init": "gaussian",
-    },
+    {**PER_HEAD, "sharing": "layerwise"},
+    {**PER_HEAD, "sharing": "headwise"},
+    {**PER_HEAD, "sharing": "key-value", "projection_init": "gaussian"},
     # 4 does not divide 6, so these heads share only the 12 columns of E.
     {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 6, 6, 4], [12, 12, 12, 12]]},
     {"projection": "linear", "sharing": "none", "projected_length": [[4, 5, 4, 1], [2, 3, 2, 7]]},
@@ -41,21 +42,17 @@ LOCAL = [
     {"projection": "max", "local_window": 3},
     {"projection": "conv", "projected_length": [4, 4], "local_window": [1, 0]},
     {"projection": "none", "local_window": 2},
-    {"projection": "linear", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]], "local_window": 1},
+    {**PER_HEAD, "local_window": 1},
 ]
 ALL = UNIFORM + GAUSSIAN + SHIFTED + NON_UNIFORM + LOCAL
 # One mode of each kind, for tests that take seconds per mode.
-KINDS = [
-    {"projection": "linear", "sharing": "layerwise"},
-    {"projection": "linear", "sharing": "none", "projection_init": "gaussian"},
-    {"projection": "linear", "sharing": "layerwise", "projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]},
-    {"projection": "mean", "sharing": "layerwise"},
-    {"projection": "max", "sharing": "layerwise"},
-    {"projection": "conv", "sharing": "key-value"},
-    {"projection": "identity", "sharing": "layerwise"},
-    {"projection": "linear", "local_window": 2},
-    {"projection": "none", "local_window": 2},
-]
+KINDS = [{"projection": p, "sharing": "layerwise"} for p in PROJECTIONS]
+KINDS += [GAUSSIAN[0], NON_UNIFORM[0], LOCAL[0], {"projection": "none", "local_window": 2}]
+
+
+def refused(fragment: str) -> pytest.RaisesExc[UserError]:
+    """The error of a user whose message contains `fragment`."""
+    return pytest.raises(UserError, match=re.escape(fragment))
 
 
 def name(mode: dict) -> str:
@@ -94,13 +91,24 @@ def randomized(model: ModelT, std: float = 0.3) -> ModelT:
     return model.eval()
 
 
+def random_model(model_class: type[ModelT] = LinformerForMaskedLM, **fields) -> ModelT:
+    return randomized(model_class(config(**fields)))
+
+
 def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.Tensor]:
     """A model with random weights, token ids, and a mask with holes and a row that is all padding."""
-    model = randomized(LinformerForMaskedLM(config(**mode)))
+    model = random_model(**mode)
     ids, mask = torch.randint(31, (4, 11)), torch.rand(4, 11) < 0.7
     mask[:, 5] = True
     mask[3] = False
     return model, ids, mask
+
+
+def gradients(model: nn.Module, run: Callable | None = None, **inputs) -> list[torch.Tensor]:
+    """The gradients of the loss of `model`, or of its compiled version `run`."""
+    model.zero_grad()
+    (run or model)(**inputs).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def assert_poison_in_padding_does_not_matter(model: LinformerForMaskedLM, mask: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Linformer attention a second time: one row and one head after the other, through `reference.linformer_attention`."""
+"""Linformer attention a second time: one row and one head after the other, through `reference`."""
 
 import math
 
@@ -16,7 +16,7 @@ from linformers.projections import (
     NoProjection,
     ReadyProjection,
 )
-from linformers.reference import linformer_attention
+from linformers.reference import attend, attend_locally, linformer_attention
 
 
 def owners(n: int, k: int) -> list[int]:
@@ -42,10 +42,12 @@ def one_head(layer: ProjectedAttention, E: EF, F: EF, x: Tensor, head: int, shif
     query, key, value = ((w.weight[rows].T, w.bias[rows]) for w in (layer.query, layer.key, layer.value))
     (own_E, i), (own_F, _) = part_of(E, head), part_of(F, head)
     if isinstance(own_E.shorten.__self__, ConvProjection | MaxProjection):  # which are not matrices
-        keys, values = (nonlinear(own, i, x @ W) + b for own, (W, b) in ((own_E, key), (own_F, value)))
-        return attend_naively(
-            x @ query[0] + query[1], keys, values, x @ key[0] + key[1], x @ value[0] + value[1], layer
-        )
+        exact = [x @ W + b for W, b in (query, key, value)]
+        projected = [nonlinear(own, i, x @ W) + b for own, (W, b) in ((own_E, key), (own_F, value))]
+        heads = [own[None, None] for own in (exact[0], *projected, *exact[1:])]
+        if layer.local_window:
+            return attend_locally(*heads, window=layer.local_window, scaling=layer.head_dim**-0.5)[0, 0]
+        return attend(*heads[:3], scaling=layer.head_dim**-0.5)[0][0, 0]
     matrices = (matrix(own, i, len(x), shift) for own in (own_E, own_F))
     return linformer_attention(x, query, key, value, *matrices, num_heads=1, window=layer.local_window)
 
@@ -83,16 +85,3 @@ def nonlinear(E: ReadyProjection, i: int, tokens: Tensor) -> Tensor:
         return torch.stack([tokens[m].amax(0) for m in members])
     kernel, size = E.weights if E.weights.dim() == 2 else E.weights[i], module.max_length // E.k
     return torch.stack([sum(kernel[r % size] * tokens[r] for r in m) for m in members])
-
-
-def attend_naively(
-    query: Tensor, keys: Tensor, values: Tensor, exact_keys: Tensor, exact_values: Tensor, layer: ProjectedAttention
-) -> Tensor:
-    """Softmax attention, one query at a time."""
-    results = []
-    for r in range(len(query)):
-        near = [j for j in range(len(query)) if abs(r - j) <= layer.local_window] if layer.local_window else []
-        own_keys, own_values = torch.cat([keys, exact_keys[near]]), torch.cat([values, exact_values[near]])
-        weights = torch.exp(own_keys @ query[r] / math.sqrt(layer.head_dim))
-        results.append(weights @ own_values / weights.sum())
-    return torch.stack(results)

@@ -42,8 +42,6 @@ def test_shifted_windows(sharing, n, k):
         owner = windows.argmax(1).tolist()
         assert owner == [max(r - shift, 0) * k // n for r in range(n)]
         assert set(owner) == set(range(k))
-        sizes = torch.tensor([owners(n, k).count(j) for j in range(k)])
-        torch.testing.assert_close(windows.sum(0) * sizes, torch.tensor(owner).bincount(minlength=k).float())
     for projection in model.projections:
         nn.init.normal_(projection.delta)
     for length in (1, n // 2, n):
@@ -119,13 +117,10 @@ def test_gaussian_scale(n, k):
         assert E.mean().item() == pytest.approx(0, abs=5 * n**-0.5 / (n * k) ** 0.5)
 
 
-def test_default_learning_rate_of_a_layers_own_matrices():
-    layer = LinformerAttention(16, 2, 512, 128)
-    assert [module.scale for module in layer.projections] == pytest.approx([0.03, 0.03])  # E and F
-
-
 def test_learning_rate_of_the_matrix_is_relative():
     """An optimizer step of size r on Δ moves E by s · r."""
+    layer = LinformerAttention(16, 2, 512, 128)
+    assert [module.scale for module in layer.projections] == pytest.approx([0.03, 0.03])  # E and F
     projection = LinformerModel(modes.config(max_position_embeddings=512, projected_length=64)).projections[0]
     assert projection.scale == pytest.approx(0.15)
     before = projection(512)
@@ -151,11 +146,6 @@ def test_number_of_matrices_in_a_checkpoint(sharing, count, projection, tmp_path
     assert len(weights) == (24 if sharing == "none" else count)  # the heads of a layer are one tensor
 
 
-@pytest.mark.parametrize("projection", ["mean", "max", "identity"])
-def test_pools_and_the_twin_have_no_parameters_of_their_own(projection):
-    assert list(LinformerModel(modes.config(projection=projection)).projections.parameters()) == []
-
-
 def test_models_and_layers_share_no_storage():
     for mode in modes.UNIFORM:
         models = [LinformerForMaskedLM(modes.config(**mode)) for _ in range(2)]
@@ -165,3 +155,5 @@ def test_models_and_layers_share_no_storage():
             assert len(own) == len(list(model.parameters()))
             modules = [module for _, module in model.named_modules(remove_duplicate=False)]
             assert len(modules) == len(set(map(id, modules)))
+            weights = len(list(model.linformer.projections.parameters()))
+            assert (weights > 0) == (mode["projection"] in ("linear", "conv"))

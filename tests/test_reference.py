@@ -6,21 +6,15 @@ from torch.nn import functional
 
 from linformers import reference
 
-from .naive import owners
-
-
-def tensors(*shapes):
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-
 
 def projected(n=11, d=6, k=4, heads=None):
     """x, the weights and biases of query, key and value, and E and F."""
-    x, *weights = tensors((n, d), *[(d, d), (d,)] * 3)
-    E, F = tensors(*[(n, k) if heads is None else (heads, n, k)] * 2)
+    shapes = [(n, d), *[(d, d), (d,)] * 3, *[(n, k) if heads is None else (heads, n, k)] * 2]
+    x, *weights, E, F = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     return x, tuple(zip(weights[::2], weights[1::2], strict=True)), E, F
 
 
-def softmax_attention(x, weights, num_heads, mask=None):
+def softmax_attention(x, weights, num_heads, mask):
     query, key, value = ((x @ W + b).unflatten(-1, (num_heads, -1)).transpose(0, 1) for W, b in weights)
     return functional.scaled_dot_product_attention(query, key, value, mask).transpose(0, 1).flatten(1)
 
@@ -29,31 +23,15 @@ def assert_same(result, expected):
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-def test_identity_matrices_give_softmax_attention():
+@pytest.mark.parametrize("window", [0, 1, 3, 20])
+def test_identity_matrices_or_a_window_alone_are_softmax_attention(window):
+    """Without a window among all tokens, and with a window alone within a band."""
     x, weights, _, _ = projected()
-    identity = torch.eye(11, dtype=torch.float64)
-    result = reference.linformer_attention(x, *weights, identity, identity, num_heads=3)
-    assert_same(result, softmax_attention(x, weights, 3))
-
-
-@pytest.mark.parametrize("window", [1, 3, 20])
-def test_a_window_alone_is_softmax_attention_within_a_band(window):
-    x, weights, _, _ = projected()
-    nothing = torch.zeros(11, 0, dtype=torch.float64)
+    E = torch.eye(11, dtype=torch.float64)[:, : 0 if window else 11]
     positions = torch.arange(11)
-    band = (positions[:, None] - positions).abs() <= window
-    result = reference.linformer_attention(x, *weights, nothing, nothing, num_heads=3, window=window)
+    band = (positions[:, None] - positions).abs() <= (window or 11)
+    result = reference.linformer_attention(x, *weights, E, E, num_heads=3, window=window)
     assert_same(result, softmax_attention(x, weights, 3, band))
-
-
-def test_means_of_equal_tokens_are_the_tokens():
-    """Column sums of 1 keep a sequence of equal tokens as it is, and the bias is added once."""
-    x, (query, key, value), _, _ = projected()
-    x = x[:1].expand(11, 6)
-    E = functional.one_hot(torch.tensor(owners(11, 4))).double()
-    E = E / E.sum(0)
-    result = reference.linformer_attention(x, query, key, value, E, E, num_heads=2)
-    assert_same(result, x @ value[0] + value[1])
 
 
 @pytest.mark.parametrize("window", [0, 2])

@@ -1,30 +1,20 @@
 """Another n or k for a trained model, and which checkpoints fit a config."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, RobertaConfig
 
 from linformers import LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
-from linformers.errors import UserError
 from linformers.projections import ConvProjection, LinearProjection
 
 from . import modes
-
-
-def refused(fragment):
-    return pytest.raises(UserError, match=f"^{re.escape(fragment)}")
-
-
-def trained(**mode):
-    return modes.randomized(LinformerForMaskedLM(modes.config(**mode)))
+from .modes import random_model, refused
 
 
 @pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 def test_same_length_changes_nothing(mode):
-    model = trained(**mode)
+    model = random_model(**mode)
     before = {name: (weight, weight.clone()) for name, weight in model.named_parameters()}
     model.resize_length(12, model.config.projected_length)
     model.resize_length(12)
@@ -39,7 +29,7 @@ LOCAL = [{"projection": p, "local_window": 2} for p in ("linear", "mean", "max",
 @pytest.mark.parametrize("mode", modes.UNIFORM + modes.GAUSSIAN + LOCAL, ids=modes.name)
 def test_shorter_at_the_same_ratio_keeps_outputs(mode):
     """The columns that were cut off are not live for a short input."""
-    model = trained(**mode).double()
+    model = random_model(**mode).double()
     ids, mask = torch.randint(31, (2, 6)), torch.tensor([[1] * 6, [0, 1, 1, 1, 0, 1]])
     before = model(ids, mask).logits
     model.resize_length(6, 2)
@@ -53,7 +43,7 @@ def test_shorter_at_the_same_ratio_keeps_outputs(mode):
 
 @pytest.mark.parametrize("mode", modes.ALL, ids=modes.name)
 def test_longer_model_runs_saves_and_loads(mode, tmp_path):
-    model = trained(**mode)
+    model = random_model(**mode)
     model.resize_length(24)
     ids = torch.randint(31, (2, 24))
     result = model(ids).logits
@@ -80,11 +70,10 @@ def test_columns_keep_their_sums(lengths):
 
 
 def test_untrained_windows_stay_windows():
-    model = LinformerForMaskedLM(modes.config())
+    model = LinformerModel(modes.config())
     model.resize_length(30, 7)
-    projection = model.linformer.projections[0]
-    assert projection.delta.abs().max() == 0
-    torch.testing.assert_close(projection(30), LinearProjection(30, 7)(30))
+    assert model.projections[0].delta.abs().max() == 0
+    torch.testing.assert_close(model.projections[0](30), LinearProjection(30, 7)(30))
 
 
 def test_doubling_repeats_each_row_at_half_its_size():
@@ -96,21 +85,18 @@ def test_doubling_repeats_each_row_at_half_its_size():
     torch.testing.assert_close(new(24).mT @ x.repeat_interleave(2, 1), old(12).mT @ x, rtol=0, atol=1e-6)
 
 
-def test_kernels_keep_their_sums():
-    old, new = ConvProjection(12, 4, None, head_dim=5), ConvProjection(20, 4, None, head_dim=5)
+def test_kernels_keep_their_sums_and_gaussian_columns_their_scale():
+    old, new = (ConvProjection(n, 4, None, head_dim=5) for n in (12, 20))
     nn.init.normal_(old.kernel)
     new.load_resized(old, cut=False)
     torch.testing.assert_close(new.kernel.sum(0), old.kernel.sum(0))
-
-
-def test_gaussian_columns_keep_their_scale_when_averaged():
     old, new = (LinearProjection(512, k, init="gaussian", scale=0.1) for k in (128, 32))
     new.load_resized(old, cut=False)
     assert new(512).std().item() == pytest.approx(512**-0.5, rel=0.05)
 
 
 def test_positions():
-    model = trained()
+    model = random_model()
     old = model.linformer.embeddings.position_embeddings.weight.clone()
     model.resize_length(23)
     new = model.linformer.embeddings.position_embeddings.weight
@@ -118,46 +104,31 @@ def test_positions():
     torch.testing.assert_close(new[1::2], (old[1:] + old[:-1]) / 2)
 
 
-def test_bfloat16_model_stays_bfloat16():
-    model = trained().bfloat16()
-    model.resize_length(24, 8)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_a_window_alone():
-    model = trained(projection="none", local_window=3)
-    model.resize_length(24)
-    assert model.config.max_position_embeddings == 24
-    assert model(torch.ones(1, 24, dtype=torch.long)).logits.shape == (1, 24, 31)
-
-
 def test_the_learning_rate_follows_the_length():
     """c stays, and s = c·k/n follows n and k, while E itself keeps its values."""
     for c in (None, 0.5):
-        model = trained(projection_scale=c)
+        model = random_model(projection_scale=c)
         model.resize_length(24)
         assert model.config.projection_scale == c
         assert model.linformer.projections[0].scale == pytest.approx((c or 1.2) * 4 / 24)
 
 
-def test_frozen_weights_stay_frozen():
-    model = trained(sharing="headwise")
+def test_frozen_weights_and_dtypes_stay():
+    model = random_model(sharing="headwise").bfloat16()
     model.linformer.projections[0].requires_grad_(False)
     model.linformer.embeddings.requires_grad_(False)
     model.resize_length(24, 8)
     assert [p.requires_grad for p in model.linformer.projections.parameters()] == [False, True, True, True]
     assert not model.linformer.embeddings.position_embeddings.weight.requires_grad
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_invalid_sizes_change_nothing():
     model = LinformerModel(modes.config())
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with refused("max_length=3 is below k=4"):
-        model.resize_length(3)
-    with refused("max_length=0 must be"):
-        model.resize_length(0)
-    with refused("projected_length=25 exceeds"):
-        model.resize_length(24, 25)
+    for sizes, fragment in [((3,), "max_length=3 is below k=4"), ((0,), "max_length=0"), ((24, 25), "=25 exceeds")]:
+        with refused(fragment):
+            model.resize_length(*sizes)
     assert model.config.max_position_embeddings == 12
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -169,12 +140,12 @@ def test_invalid_sizes_change_nothing():
         ({"config": {"max_position_embeddings": 24}}, "the checkpoint is for n=12, k=4, but n=24, k=4 was requested"),
         ({"projected_length": 6}, "the checkpoint is for n=12, k=4, but n=12, k=6 was requested"),
         ({"num_attention_heads": 2}, "the checkpoint has num_attention_heads=4"),
-        ({"projection_scale": 1.0}, "the checkpoint was trained with projection_scale=1.2; with 1.0"),
+        ({"projection_scale": 1.0}, "trained with projection_scale=1.2;"),
         ({"local_window": 2, "projection_scale": 0.12}, "the checkpoint was trained with projection_scale=1.2"),
-        ({"projection_init": "gaussian"}, "the checkpoint was trained with projection_init='window'; with 'gaussian'"),
-        ({"sharing": "key-value"}, "the checkpoint was trained with sharing='layerwise'; with 'key-value'"),
-        ({"shifted_windows": True}, "the checkpoint was trained with shifted_windows=False; with True"),
-        ({"norm_first": True}, "the checkpoint was trained with norm_first=False; with True"),
+        ({"projection_init": "gaussian"}, "trained with projection_init='window';"),
+        ({"sharing": "key-value"}, "trained with sharing='layerwise';"),
+        ({"shifted_windows": True}, "trained with shifted_windows=False;"),
+        ({"norm_first": True}, "trained with norm_first=False;"),
         ({"projection": "identity", "local_window": 2}, "local_window=2 adds nothing"),
     ],
     ids=str,
@@ -192,6 +163,8 @@ def test_checkpoints_of_other_kinds(tmp_path):
     RobertaConfig(vocab_size=31, hidden_size=16, num_attention_heads=4).save_pretrained(tmp_path / "roberta")
     with refused("LinformerModel cannot be loaded from a checkpoint of model type 'roberta'"):
         LinformerModel.from_pretrained(tmp_path / "roberta")
+    with pytest.raises(TypeError, match="LinformerModel takes a LinformerConfig, not RobertaConfig"):
+        LinformerModel(RobertaConfig())
     with pytest.raises(OSError, match="nowhere"):
         LinformerModel.from_pretrained(tmp_path / "nowhere")
     longer = LinformerForMaskedLM(modes.config(max_position_embeddings=24))
@@ -200,32 +173,23 @@ def test_checkpoints_of_other_kinds(tmp_path):
 
 
 def test_what_a_checkpoint_can_be_loaded_with(tmp_path):
-    model = LinformerForMaskedLM(modes.config())
+    model, load = LinformerForMaskedLM(modes.config()), LinformerForMaskedLM.from_pretrained
     model.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path / "config")
-    same = [
-        LinformerForMaskedLM.from_pretrained(tmp_path, config=str(tmp_path / "config")),
-        LinformerForMaskedLM.from_pretrained(tmp_path, projected_length=[4, 4], hidden_dropout_prob=0.5),
-        LinformerForMaskedLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()),
-    ]
-    for other in same:
+    changed = load(tmp_path, projected_length=[4, 4], hidden_dropout_prob=0.5)
+    assert changed.config.hidden_dropout_prob == 0.5
+    same = load(tmp_path, config=str(tmp_path / "config"))
+    without_folder = load(None, config=model.config, state_dict=model.state_dict())
+    for other in (changed, same, without_folder):
         assert torch.equal(other.linformer.projections[0].delta, model.linformer.projections[0].delta)
+    for other in (changed, same, without_folder, load(tmp_path, projection="identity")):
         assert torch.equal(other.head.dense.weight, model.head.dense.weight)
-    assert same[1].config.hidden_dropout_prob == 0.5
-    twin = LinformerForMaskedLM.from_pretrained(tmp_path, projection="identity")
-    assert torch.equal(twin.head.dense.weight, model.head.dense.weight)
-    longer = LinformerForMaskedLM.from_pretrained(tmp_path, max_position_embeddings=24, ignore_mismatched_sizes=True)
+    longer = load(tmp_path, max_position_embeddings=24, ignore_mismatched_sizes=True)
     assert longer(torch.ones(1, 24, dtype=torch.long)).logits.shape == (1, 24, 31)
-    shallow = LinformerModel.from_pretrained(tmp_path, num_hidden_layers=1, projected_length=[4])
-    assert shallow.config.num_hidden_layers == 1
-
-
-def test_the_projection_may_change_with_its_window(tmp_path):
-    LinformerModel(modes.config(local_window=2)).save_pretrained(tmp_path)
-    twin = LinformerModel.from_pretrained(tmp_path, projection="identity", local_window=0)
-    assert (twin.config.projection, twin.config.local_windows) == ("identity", (0, 0))
-    alone = LinformerModel.from_pretrained(tmp_path, projection="none", local_window=3)
-    assert alone.config.local_windows == (3, 3)
+    assert len(load(tmp_path, num_hidden_layers=1, projected_length=[4]).linformer.layers) == 1
+    LinformerForMaskedLM(modes.config(local_window=2)).save_pretrained(tmp_path)
+    for projection, window in (("identity", 0), ("none", 3)):
+        assert load(tmp_path, projection=projection, local_window=window).config.local_windows == (window, window)
 
 
 @pytest.mark.parametrize("fields", [{}, {"projection_scale": 0.03}, {"shifted_windows": True}], ids=str)
@@ -242,14 +206,8 @@ def test_new_projections_in_an_old_model_are_saved_as_they_are(fields, tmp_path)
     torch.testing.assert_close(model.eval()(ids).last_hidden_state, again(ids).last_hidden_state)
 
 
-def test_loaded_weights_are_not_initialized_again(tmp_path):
-    model = LinformerForMaskedLM(modes.config())
-    with torch.no_grad():
-        model.linformer.layers[0].attention.key.weight.add_(1)
-        model.linformer.projections[0].delta.add_(1)
-    model.save_pretrained(tmp_path)
-    # A new head gets initial values, and everything else is loaded.
-    for model_class in (LinformerForMaskedLM, LinformerForSequenceClassification):
-        loaded = model_class.from_pretrained(tmp_path)
-        for name, weight in model.linformer.state_dict().items():
-            assert torch.equal(weight, loaded.linformer.state_dict()[name]), name
+def test_a_head_loads_the_encoder_of_another(tmp_path):
+    pretrained = random_model()
+    pretrained.save_pretrained(tmp_path)
+    weights = LinformerForSequenceClassification.from_pretrained(tmp_path).linformer.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in pretrained.linformer.state_dict().items())

@@ -78,27 +78,18 @@ def test_contributors_read_the_same_order():
             assert min(PLACE[name] for name in above) <= min(PLACE[name] for name in below), (above, below)
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-def test_importing_initializes_no_cuda_and_needs_no_triton():
-    output = run(
-        "import sys; sys.modules['triton'] = None\n"
-        "import linformers, torch\n"
-        "print(torch.cuda.is_initialized(), 'matplotlib' in sys.modules, 'typer' in sys.modules)"
-    )
-    assert output.split() == ["False", "False", "False"]
-
-
-def test_importing_registers_the_auto_classes():
-    output = run(
-        "import linformers\n"
-        "from transformers import AutoConfig, AutoModelForMaskedLM\n"
-        "config = AutoConfig.for_model('linformer', num_hidden_layers=1)\n"
-        "print(type(AutoModelForMaskedLM.from_config(config)).__name__)"
-    )
-    assert output.strip() == "LinformerForMaskedLM"
+def test_an_import_registers_the_auto_classes_and_needs_no_cuda_or_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import linformers, torch
+from transformers import AutoConfig, AutoModelForMaskedLM
+print(torch.cuda.is_initialized(), "matplotlib" in sys.modules, "typer" in sys.modules)
+config = AutoConfig.for_model("linformer", num_hidden_layers=1)
+print(type(AutoModelForMaskedLM.from_config(config)).__name__)
+"""
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.split() == ["False", "False", "False", "LinformerForMaskedLM"]
 
 
 def visited(model: LinformerForMaskedLM) -> list[tuple[str, str]]:
@@ -120,15 +111,13 @@ def visited(model: LinformerForMaskedLM) -> list[tuple[str, str]]:
     return sorted((str(Path(code.co_filename).relative_to(SOURCE)), code.co_qualname) for code in codes)
 
 
-BUNDLED = LinformerConfig.from_pretrained(linformers.pretrained())
-
-
 @pytest.mark.parametrize(
     ("config", "most", "files"),
     [
         (LinformerConfig(num_hidden_layers=2), 25, 8),
         (LinformerConfig.paper(num_hidden_layers=2), 25, 8),
-        (BUNDLED, 31, 9),  # its local window adds six functions and two files
+        # Its local window adds six functions and two files.
+        (LinformerConfig.from_pretrained(linformers.pretrained()), 31, 9),
     ],
     ids=["default", "paper", "bundled"],
 )

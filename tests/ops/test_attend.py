@@ -6,11 +6,10 @@ from torch import library
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from linformers import reference
-from linformers.ops.attend import _attend, attend, fits_in_registers, fits_on_chip
-from linformers.ops.launch import best_splits, next_power_of_2
+from linformers.ops.attend import _attend, fits_in_registers, fits_on_chip
+from linformers.ops.launch import best_splits
 
-from .common import DEVICE, GPU_MARKS, ON_GPU, assert_accuracy, assert_all_close, derive, head_tensors, to_double
+from .common import DEVICE, GPU_MARKS, ON_GPU, assert_accurate, by_kernels, by_reference, derive, kernel_inputs
 
 pytest.importorskip("triton")
 pytestmark = GPU_MARKS
@@ -30,41 +29,21 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
-def tensors(n, k, **options):
-    return head_tensors(n, k, k, **options)
-
-
-def by_reference(query, key, value, mask=None):
-    output, _ = reference.attend(query, key, value, mask, scaling=query.shape[-1] ** -0.5)
-    return output.transpose(1, 2)
-
-
 def by_torch(query, key, value, mask=None):
     return scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
-
-
-def by_kernels(query, key, value, mask=None, **options):
-    return attend(query, key, value, mask=mask, scaling=query.shape[-1] ** -0.5, **options)
-
-
-def assert_accurate(inputs, mask=None):
-    gradient = torch.randn_like(inputs[0]).transpose(1, 2)
-    expected = derive(lambda *x: by_reference(*x, mask), to_double(inputs), gradient.double())
-    ours, torchs = (derive(lambda *x, f=f: f(*x, mask), inputs, gradient) for f in (by_kernels, by_torch))
-    assert_accuracy(ours, torchs, expected)
 
 
 # In the interpreter, the largest sizes take half a minute each.
 @pytest.mark.parametrize(("n", "k"), [(65, 2048), *((n, k) for n in LENGTHS for k in KEYS if ON_GPU or n * k < 2e5)])
 def test_sizes(n, k):
-    assert_accurate(tensors(n, k, h=1 if k * n > 1e5 else 2))
+    assert_accurate(by_torch, *kernel_inputs(n, k, h=1 if k * n > 1e5 else 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(1, 17), (129, 96), (63, 256), (127, 1000)] if not ON_GPU else
                          [(n, k) for n in LENGTHS for k in KEYS])  # fmt: skip
 def test_half_precision(n, k, dtype):
-    assert_accurate(tensors(n, k, d=64, dtype=dtype))
+    assert_accurate(by_torch, *kernel_inputs(n, k, d=64, dtype=dtype))
 
 
 @pytest.mark.parametrize("d", [1, 8, 40, 64, 80, 128])
@@ -72,53 +51,54 @@ def test_half_precision(n, k, dtype):
 def test_head_sizes(d, k):
     for dtype in DTYPES if ON_GPU else (torch.float32,):
         # With too few numbers, torch's error could be small by accident.
-        assert_accurate(tensors(70, k, d=d, h=max(2, 16 // d), dtype=dtype))
+        assert_accurate(by_torch, *kernel_inputs(70, k, d=d, h=max(2, 16 // d), dtype=dtype))
 
 
 @pytest.mark.parametrize("k", [17, MANY])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_masked_slots(k, heads):
-    inputs = tensors(70, k, b=3)
+    inputs = kernel_inputs(70, k, b=3)
     mask = torch.rand(3, heads, 1, k, device=DEVICE) < 0.5
     mask[..., 0] = True
-    assert_accurate(inputs, mask)
+    assert_accurate(by_torch, *inputs, mask=mask)
     if heads == 1:
-        assert_accurate(inputs, mask[:1])
+        assert_accurate(by_torch, *inputs, mask=mask[:1])
 
 
 @pytest.mark.parametrize("k", [17, MANY])
 def test_a_row_without_visible_keys(k):
-    inputs = tensors(70, k, b=2)
+    inputs, gradient = kernel_inputs(70, k, b=2)
     mask = torch.zeros(2, 1, 1, k, dtype=torch.bool, device=DEVICE)
     mask[1, ..., 5] = True
-    output, *gradients = derive(lambda *x: by_kernels(*x, mask), inputs, torch.ones(2, 70, 2, 16, device=DEVICE))
+    output, *gradients = derive(by_kernels, inputs, gradient, mask=mask)
     assert all((x[0] == 0).all() for x in (output, *gradients))
     assert all(x.isfinite().all() for x in (output, *gradients))
     torch.testing.assert_close(output[1], inputs[2][1, :, 5].expand(70, 2, 16))
 
 
-@pytest.mark.parametrize("k", [17, MANY])
-def test_any_strides(k):
+@pytest.mark.parametrize(("k", "window"), [(17, 0), (MANY, 0), (9, 5)])
+def test_any_strides(k, window):
     """Broadcast, transposed and sliced inputs."""
     whole = torch.randn(3, 16, 2, 140, device=DEVICE)
     query = whole[:1, :, :, ::2].permute(0, 2, 3, 1).expand(2, 2, 70, 16)
-    key, value = torch.randn(2, 2, 2, k, 17, device=DEVICE)[..., 1:]
+    lengths = (k, k, 70, 70) if window else (k, k)
+    others = [torch.randn(2, 2, length, 17, device=DEVICE)[..., 1:] for length in lengths]
     gradient = torch.randn(1, 70, 1, 16, device=DEVICE).expand(2, 70, 2, 16)
-    inputs = [x.requires_grad_() for x in (query, key, value)]
-    results = derive(by_kernels, inputs, gradient)
-    assert_all_close(results, derive(by_reference, inputs, gradient), atol=1e-4)
+    inputs = [x.requires_grad_() for x in (query, *others)]
+    results, expected = (derive(run, inputs, gradient, window=window) for run in (by_kernels, by_reference))
+    torch.testing.assert_close(results, expected, rtol=0, atol=1e-4)
     assert results[0].is_contiguous()
 
 
 def test_large_scores_do_not_overflow():
-    query, key, value = tensors(70, 17, dtype=torch.float16)
+    (query, key, value), _ = kernel_inputs(70, 17, dtype=torch.float16)
     inputs = 100 * query, 100 * key, value
     torch.testing.assert_close(by_kernels(*inputs), by_reference(*inputs), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(("b", "n"), [(0, 7), (2, 0)])
 def test_empty_batch_and_empty_sequence(b, n):
-    output, *gradients = derive(by_kernels, tensors(n, 3, b=b), torch.ones(b, n, 2, 16, device=DEVICE))
+    output, *gradients = derive(by_kernels, *kernel_inputs(n, 3, b=b))
     assert output.shape == (b, n, 2, 16)
     assert all((gradient == 0).all() for gradient in gradients)
 
@@ -152,45 +132,47 @@ def test_dropout(p):
     assert torch.equal(entries, dropout_mask(n, k, p, seed=0))
 
 
-@pytest.mark.parametrize("k", [24, MANY])
-def test_gradients_with_dropout(k):
+@pytest.mark.parametrize(("k", "window"), [(24, 0), (MANY, 0), (12, 6)])
+def test_gradients_with_dropout(k, window):
     """Forward and backward pass drop the same entries."""
-    n, d, p = 70, 16, 0.3
-    seed = torch.tensor([3], device=DEVICE)
+    n, d = 70, 16
+    seed, positions = torch.tensor([3], device=DEVICE), torch.arange(n, device=DEVICE)
+    visible = torch.ones(n, k, dtype=torch.bool, device=DEVICE)
+    if window:
+        visible = torch.cat([visible, (positions[:, None] - positions).abs() <= window], 1)
 
-    def run(query, key, value, scaling=d**-0.5):
-        return _attend(query, key, value, *(None,) * 4, seed, 0, scaling, p)[0]
+    def run(query, key, value, near_key=None, near_value=None):
+        return _attend(query, key, value, near_key, near_value, None, None, seed, window, d**-0.5, 0.3)[0]
 
     # Uniform attention onto 64 rows of an identity matrix at a time shows which entries this seed drops.
-    parts = torch.eye(k, device=DEVICE).expand(1, 2, k, k).split(64, -1)
-    zeros = [[torch.zeros(1, 2, length, part.shape[-1], device=DEVICE) for length in (n, k)] for part in parts]
-    keep = torch.cat([run(*z, part.contiguous()).transpose(1, 2) * k for z, part in zip(zeros, parts, strict=True)], -1)
+    keep = []
+    for part in torch.eye(visible.shape[1], device=DEVICE).expand(1, 2, -1, -1).split(64, -1):
+        (query, key, _, *near), _ = kernel_inputs(n, k, window, d=part.shape[-1])
+        values = [own.contiguous() for own in part.split((k, n) if window else k, 2)]
+        inputs = (0 * query, 0 * key, values[0], *(0 * x for x in near[:1]), *values[1:])
+        keep.append(run(*inputs).transpose(1, 2) * visible.sum(1, keepdim=True))
 
-    def expected(query, key, value):
-        probs = (query @ key.mT * d**-0.5).softmax(-1) * keep
-        return (probs @ value).transpose(1, 2)
+    def expected(query, key, value, *near):
+        scores = query @ torch.cat([key, *near[:1]], 2).mT * d**-0.5
+        probs = scores.masked_fill(~visible, -torch.inf).softmax(-1) * torch.cat(keep, -1)
+        return (probs @ torch.cat([value, *near[1:]], 2)).transpose(1, 2)
 
-    inputs, gradient = tensors(n, k, d=d), torch.randn(1, n, 2, d, device=DEVICE)
-    assert_all_close(derive(run, inputs, gradient), derive(expected, inputs, gradient), atol=2e-5)
+    inputs, gradient = kernel_inputs(n, k, window, d=d)
+    results = derive(run, inputs, gradient)
+    torch.testing.assert_close(results, derive(expected, inputs, gradient), rtol=0, atol=2e-5)
 
 
 def test_dropout_of_everything_and_of_nothing():
-    inputs = tensors(5, 3)
+    inputs, _ = kernel_inputs(5, 3)
     assert (by_kernels(*inputs, dropout=1.0) == 0).all()
     assert torch.equal(by_kernels(*inputs, dropout=0.0), by_kernels(*inputs))
-
-
-def windowed_tensors(n, k, window, **options):
-    """Inputs of `attend`, with exact keys and values if there is a window, and the gradient of its output."""
-    inputs = head_tensors(*((n, k, k, n, n) if window else (n, k, k)), **options)
-    return inputs, torch.randn_like(inputs[0]).transpose(1, 2)
 
 
 @pytest.mark.parametrize(("k", "window"), [(24, 0), (MANY, 0), (8, 4)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_operator(k, window, masked):
     """Tracing predicts shapes, dtypes and strides; gradients are registered; compiling works with dynamic shapes."""
-    inputs, _ = windowed_tensors(20, k, window)
+    inputs, _ = kernel_inputs(20, k, window)
     inputs += [] if window else [None, None]
     mask = torch.rand(1, 1, 1, k, device=DEVICE) < 0.5 if masked else None
     lengths = torch.tensor([13], device=DEVICE) if masked and window else None
@@ -201,28 +183,26 @@ def test_operator(k, window, masked):
 
 @pytest.mark.parametrize(("k", "window"), [(128, 0), (300, 0), (30, 20)])
 def test_deterministic(k, window):
-    inputs, gradient = windowed_tensors(1000 if ON_GPU else 100, k, window, d=64, dtype=torch.bfloat16)
-    first = derive(lambda *x: attend(*x, window=window, scaling=0.125), inputs, gradient)
+    inputs, gradient = kernel_inputs(1000 if ON_GPU else 100, k, window, d=64, dtype=torch.bfloat16)
+    first = derive(by_kernels, inputs, gradient, window=window)
     for _ in range(50 if ON_GPU else 2):
-        assert all(
-            map(torch.equal, derive(lambda *x: attend(*x, window=window, scaling=0.125), inputs, gradient), first)
-        )
+        assert all(map(torch.equal, derive(by_kernels, inputs, gradient, window=window), first))
     for _ in range(1000 if ON_GPU else 2):
-        assert torch.equal(attend(*inputs, window=window, scaling=0.125), first[0])
+        assert torch.equal(by_kernels(*inputs, window=window), first[0])
 
 
 @pytest.mark.parametrize("window", [0, 6])
 def test_checkpointing_replays_dropout(window):
-    inputs, gradient = windowed_tensors(40, 24, window)
+    inputs, gradient = kernel_inputs(40, 24, window)
 
-    def function(*x):
-        return attend(*x, window=window, scaling=0.25, dropout=0.5)
+    def checkpointed(*x, **options):
+        return checkpoint(by_kernels, *x, **options, use_reentrant=False)
 
-    torch.manual_seed(0)
-    expected = derive(function, inputs, gradient)
-    torch.manual_seed(0)
-    again = derive(lambda *x: checkpoint(function, *x, use_reentrant=False), inputs, gradient)
-    assert all(map(torch.equal, expected, again))
+    results = []
+    for run in (by_kernels, checkpointed):
+        torch.manual_seed(0)
+        results.append(derive(run, inputs, gradient, window=window, dropout=0.5))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(
@@ -251,17 +231,13 @@ def test_most_keys_of_each_kernel(d, dtype, in_registers, on_chip):
         assert not fits(key[:, :, 1:], near_key=key)
 
 
-def test_next_power_of_2():
-    assert [next_power_of_2(x) for x in (1, 16, 17, 64, 65, 1000)] == [16, 16, 32, 64, 128, 1024]
-
-
 @pytest.mark.skipif(not ON_GPU, reason="no CUDA device")
 def test_more_than_2_to_the_31_elements():
     n, h, d, k = 3_000_000, 12, 64, 128
     torch.use_deterministic_algorithms(False)
     query = torch.randn(1, n, h, d, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     assert query.numel() > 2**31
-    _, key, value = tensors(1, k, h=h, d=d, dtype=torch.bfloat16)
+    (_, key, value), _ = kernel_inputs(1, k, h=h, d=d, dtype=torch.bfloat16)
     output = by_kernels(query, key, value)
     gradient = torch.randn_like(output)
     (query_gradient,) = torch.autograd.grad(output, query, gradient)

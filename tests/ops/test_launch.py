@@ -31,10 +31,7 @@ def shared_bytes(capability, memory, kernels):
     return json.loads(result.stdout)
 
 
-def test_large_cards():
+def test_kernels_fit_in_the_shared_memory_of_large_and_small_cards():
     (found,) = shared_bytes(80, A100, KERNELS[:1])
-    assert RTX < found <= A100  # too much for the cards of the next test
-
-
-def test_small_cards():
+    assert RTX < found <= A100  # too much for small cards
     assert max(shared_bytes(89, RTX, KERNELS)) <= RTX
