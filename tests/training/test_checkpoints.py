@@ -13,7 +13,7 @@ import torch
 from linformers.errors import UserError
 from linformers.training import checkpoints, trainer
 
-from ..forks import context
+from ..forks import CONTEXT
 from . import small
 
 
@@ -140,7 +140,7 @@ def test_locked_folder(tmp_path):
     with checkpoints.locked(tmp_path):
         with pytest.raises(UserError, match=f"out='{tmp_path}' is in use"):
             lock(tmp_path)
-        process = context().Process(target=lock, args=(tmp_path,))
+        process = CONTEXT.Process(target=lock, args=(tmp_path,))
         process.start()
         process.join()
         assert process.exitcode == 1

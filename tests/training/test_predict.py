@@ -93,7 +93,7 @@ def test_wrong_arguments_of_predict(tuned, model, corpus, tmp_path):
         answers(tuned / "model", ["a\tb", "a b"], pairs=True)
     with refused("pairs has no effect on model="):
         answers(model, [], pairs=True)
-    with refused("holds no model"):
+    with refused("contains no model"):
         answers(corpus, [])
     with refused("best=100000 exceeds the 300 tokens"):
         answers(model, [], best=100_000)

@@ -22,7 +22,7 @@ from linformers.errors import UserError
 from linformers.training import checkpoints, corpus, prepare
 from linformers.training.corpus import Corpus
 
-from ..forks import context
+from ..forks import CONTEXT
 from .texts import TEXTS, contents, run, text, texts_of, write_jsonl
 
 
@@ -277,7 +277,7 @@ def test_slow_tokenizer_is_refused(source, tmp_path, monkeypatch):
 
 
 def start(target, *arguments):
-    process = context().Process(target=target, args=arguments)
+    process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
 
@@ -307,7 +307,7 @@ def test_memory_does_not_grow_with_the_corpus(prepared, tmp_path):
                 file.write(row.replace("Document 0", f"Document {number}"))
 
     def measured(name, leak=False):
-        receiver, sender = context().Pipe(duplex=False)
+        receiver, sender = CONTEXT.Pipe(duplex=False)
         out, taken = tmp_path / f"{name}-{leak}", str(prepared / "tokenizer")
         process = start(megabytes, str(tmp_path / f"{name}.jsonl"), out, taken, leak, sender)
         sender.close()

@@ -162,7 +162,7 @@ def test_wrong_starts(first, corpus, tmp_path):
     def train(**fields):
         small.train(small.recipe(corpus, tmp_path / "run", **{"start": start, **fields}))
 
-    with refused("start='nowhere' holds no model"):
+    with refused("start='nowhere' contains no model"):
         train(start="nowhere")
     with refused(f"start={start!r} has hidden_size=16, not 32"):
         train(model={"hidden_size": 32})

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,10 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     _flush(folder.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content)
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     _flush(unfinished)
     unfinished.replace(path)
 
@@ -165,22 +161,34 @@ def locked(run: Path) -> Iterator[None]:
         yield
 
 
-def claim(run: Path, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run of this `kind` in a folder; a folder without one gets `settings`."""
-    path = run / "run.json"
-    if any(found for trace in TRACES for found in run.glob(trace)):
-        if not path.exists():
-            raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
-        try:
-            saved = json.loads(path.read_text())
-            found = saved["kind"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is damaged: it does not describe a run") from None
-        if found != kind:
-            raise UserError(f"out={str(run)!r} holds a run of linformers {found}; choose another folder")
-        return saved
-    write_text(path, json.dumps({"kind": kind, **settings}, indent=1) + "\n")
-    return json.loads(path.read_text())
+def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = ()) -> None:
+    """Write the settings of a run to its folder; refuse the folder of a run with other settings, except `free` ones."""
+    path, settings = run / "run.json", {"kind": kind, **settings}
+    if not any(found for trace in TRACES for found in run.glob(trace)):
+        write_file(path, json.dumps(settings, indent=1) + "\n")
+        return
+    if not path.exists():
+        raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
+    try:
+        saved = _flat(json.loads(path.read_text()))
+        found = saved["kind"]
+    except (ValueError, KeyError, AttributeError):
+        raise UserError(f"{path} is damaged: it does not describe a run") from None
+    if found != kind:
+        raise UserError(f"out={str(run)!r} holds a run of linformers {found}; choose another folder")
+    own = _flat(json.loads(json.dumps(settings)))
+    changed = [name for name in own | saved if name not in free and own.get(name) != saved.get(name)]
+    if changed:
+        changes = (f"{name} was {saved.get(name)!r} and is now {own.get(name)!r}" for name in changed)
+        raise UserError(f"out={str(run)!r} holds another run: {'; '.join(changes)}; choose another folder")
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their full names, such as `recipe.model.hidden_size`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 # The state of a run.

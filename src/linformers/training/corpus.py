@@ -44,9 +44,8 @@ class Corpus:
         """Read the manifest, and check that all shards exist and have the right size."""
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
-        except OSError as error:
-            reason = f"{error.strerror}; run linformers prepare"
-            raise UserError(f"data={str(folder)!r} holds no corpus: {reason}") from None
+        except OSError:
+            raise UserError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
         except ValueError as error:
             raise UserError(f"{folder / MANIFEST} is damaged: {error}") from None
         found = manifest.get("format") if isinstance(manifest, dict) else None
@@ -86,10 +85,6 @@ class Corpus:
     @property
     def vocab_size(self) -> int:
         return self.manifest["vocab_size"]
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.manifest["eos_token_id"]
 
     @property
     def tokenizer_hash(self) -> str:

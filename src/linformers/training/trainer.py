@@ -30,14 +30,6 @@ METRICS = "metrics.jsonl"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class NotFiniteError(UserError):
-    """A loss or gradient was NaN or infinite; the weights are those before that step."""
-
-
-class CannotSaveError(UserError):
-    """A checkpoint could not be written; earlier ones are unchanged."""
-
-
 class ExactTrainer(Trainer):
     """A Trainer that never loses more than the steps since the last checkpoint.
 
@@ -73,11 +65,9 @@ class ExactTrainer(Trainer):
         # All processes take part in gathering; the first one writes.
         weights = self.full_weights()
         optimizer = checkpoints.optimizer_tensors(self.model, self.optimizer.optimizer)
-        scheduler = {name: value for name, value in self.lr_scheduler.state_dict().items() if name != "lr_lambdas"}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         training = {
-            "groups": groups,
-            "scheduler": scheduler,
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+            "scheduler": {k: v for k, v in self.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
             "last_logged": self._globalstep_last_logged,
             "losses": self.gather(self._tr_loss.item()),
             "random": self.gather(checkpoints.random_state()),
@@ -98,12 +88,8 @@ class ExactTrainer(Trainer):
             try:
                 checkpoints.write_folder(folder, fill)
             except (OSError, SafetensorError) as error:
-                raise CannotSaveError(
-                    f"{folder} could not be written ({error}), {self._last_checkpoint()}; "
-                    "make room and run the command again"
-                ) from error
-            protected = run / f"checkpoint-{best}" if best else None
-            checkpoints.remove_old(run, self.args.save_total_limit or 1, protected)
+                raise UserError(f"{folder} could not be written ({error}); {self._last_checkpoint()}") from error
+            checkpoints.remove_old(run, self.args.save_total_limit or 1, run / f"checkpoint-{best}")
         self.accelerator.wait_for_everyone()
 
     def _last_checkpoint(self) -> str:
@@ -213,13 +199,13 @@ class ExactTrainer(Trainer):
         return norm
 
     def _check_finite(self) -> None:
-        """Raise `NotFiniteError` if the last gradients were not finite."""
+        """End the run if the last gradients were not finite."""
         if self._not_finite is None:
             return
         (step, flag), self._not_finite = self._not_finite, None
         if flag.value():
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            raise NotFiniteError(
+            raise UserError(
                 f"the loss or a gradient is not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
                 f"the weights are unchanged, and {self._last_checkpoint()}; lower the learning rate"
             )
@@ -231,7 +217,7 @@ class AsyncScalar:
     def __init__(self, tensor: Tensor) -> None:
         self.copy = tensor.to("cpu", non_blocking=True)
         self.arrived = torch.cuda.Event() if tensor.is_cuda else None
-        if self.arrived is not None:
+        if self.arrived:
             self.arrived.record()
 
     def value(self) -> float:
@@ -270,8 +256,7 @@ class _SignalCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """A signal during the last step must still stop the command."""
         received = int(self._of_all_processes().value()) if args.world_size > 1 else self.received
-        if received:
-            self.trainer.stopped_by = received
+        self.trainer.stopped_by = received or self.trainer.stopped_by
 
     def _of_all_processes(self) -> AsyncScalar:
         flag = torch.tensor([self.received], device=self.trainer.args.device)
@@ -295,6 +280,8 @@ def common_arguments(precision: str) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "optim": "adamw_torch_fused",
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
         "bf16": precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
         "train_sampling_strategy": "sequential",  # the rows are already shuffled
         "remove_unused_columns": False,
@@ -328,7 +315,7 @@ def compile_model(model: PreTrainedModel, choice: str, *, any_length: bool = Fal
         model.loss_function = torch.compile(model.loss_function, **options)
 
 
-def train(trainer: ExactTrainer, console: Console, *, title: str, score: str, unit: str, units_per_step: int) -> int:
+def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, unit: str, units_per_step: int) -> int:
     """Train from the newest intact checkpoint, if there is one, and write the log to `metrics.jsonl`.
 
     Validation gives a `score`, `"perplexity"` or `"accuracy"`; speed is in `unit`, `"tokens"` or `"rows"`. Returns the
@@ -393,7 +380,7 @@ class _Monitor(TrainerCallback):
             return
         state.log_history[-1] |= logs
         kept = [json.dumps(entry) for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
-        checkpoints.write_text(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
+        checkpoints.write_file(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
         shown = {"loss": ".3f", self.score: ".4g", "learning_rate": ".2e", f"{self.unit}_per_second": ",.0f"}
         parts = [f"{name.replace('_', ' ')} {logs[name]:{form}}" for name, form in shown.items() if name in logs]
         self.console.print(f"step {state.global_step:,}  " + "  ".join(parts), highlight=False)
