@@ -33,7 +33,7 @@ def texts_of(opened, split):
     """The documents of a split, decoded."""
     stream, tokenizer = opened.tokens(split), opened.tokenizer()
     ids = stream.read(0, len(stream))
-    ends = np.flatnonzero(ids == opened.eos_token_id)
+    ends = np.flatnonzero(ids == opened.manifest["eos_token_id"])
     assert len(ids) == 0 or ends[-1] == len(ids) - 1
     return [tokenizer.decode(part[:-1]) for part in np.split(ids, ends + 1)[:-1]]
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import yaml
 
-from .. import LinformerConfig
-from ..checks import check_choice, check_flag, check_positive, check_probability, check_share, check_size
-from ..checks import did_you_mean, is_number, nearest_name
+from .. import LinformerConfig, checks
 from ..errors import UserError
 
 PRECISIONS = ("auto", "bf16", "float32")
@@ -66,20 +64,20 @@ class Recipe:
         for name in ("data", "out") if self.start is None else ("data", "out", "start"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise UserError(f"{name}={getattr(self, name)!r} must be a folder")
-        checks: dict[Any, tuple[str, ...]] = {
-            check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
+        fields: dict[Any, tuple[str, ...]] = {
+            checks.check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
             _check_count: ("warmup_steps", "workers", "rows_at_once", "seed"),
-            check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm"),
-            check_probability: ("adam_beta1", "adam_beta2", "weight_decay", "short_rows"),
-            check_share: ("mask_share",),
-            check_flag: ("deterministic", "gradient_checkpointing", "shard"),
+            checks.check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm"),
+            checks.check_probability: ("adam_beta1", "adam_beta2", "weight_decay", "short_rows"),
+            checks.check_share: ("mask_share",),
+            checks.check_flag: ("deterministic", "gradient_checkpointing", "shard"),
         }
-        for check, names in checks.items():
+        for check, names in fields.items():
             for name in names:
                 check(name, getattr(self, name))
-        check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
-        check_choice("precision", self.precision, PRECISIONS)
-        check_choice("compile", self.compile, COMPILE)
+        checks.check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
+        checks.check_choice("precision", self.precision, PRECISIONS)
+        checks.check_choice("compile", self.compile, COMPILE)
         for name in _model_fields(self.to_dict()):
             if name in FROM_CORPUS:
                 raise UserError(f"model.{name} cannot be set in a recipe: it follows from the corpus")
@@ -121,7 +119,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         overrides = _merge(overrides, _parse(change))
     if variants:
-        check_choice("variant", variant := overrides.pop("variant", None), variants)
+        checks.check_choice("variant", variant := overrides.pop("variant", None), variants)
         values = _merge(values, variants[variant])
         values["out"] = str(values.get("out")).replace("{variant}", variant)
     values = _merge(values, overrides)
@@ -206,10 +204,10 @@ def _model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not is_number(value, int) or value < 0:
+    if not checks.is_number(value, int) or value < 0:
         raise UserError(f"{name}={value!r} must be 0 or a positive integer")
 
 
 def _check_key(name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise UserError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")
+        raise UserError(f"{name!r} is not a key of a recipe{checks.did_you_mean(checks.nearest_name(name, names))}")
