@@ -11,6 +11,7 @@ import pytest
 from linformers.training import corpus, prepare
 from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash
 
+from .small import flip, refused
 from .texts import TEXTS, run
 
 
@@ -34,7 +35,7 @@ def test_shards_are_one_stream(prepared):
 @pytest.mark.parametrize(("start", "count"), [(-1, 5), (0, 10**9), (5, -1)])
 def test_reading_past_the_ends_is_refused(prepared, start, count):
     stream = Corpus.open(prepared).tokens("train")
-    with pytest.raises(ValueError, match=f"tokens {start} to {start + count} .* {len(stream)}"):
+    with refused(f"tokens {start} to {start + count} are out of range: there are {len(stream)}"):
         stream.read(start, count)
 
 
@@ -97,44 +98,40 @@ def test_the_tokenizers_hash_is_that_of_what_it_does(prepared, tmp_path):
     assert tokenizer_hash(tmp_path) != opened.tokenizer_hash
 
 
-def test_a_flipped_bit_is_found(copy):
-    path = copy / "train-00003.bin"
-    data = bytearray(path.read_bytes())
-    expected = hashlib.sha256(data).hexdigest()
-    data[777] ^= 4
-    path.write_bytes(data)
-    opened = Corpus.open(copy)
-    found = hashlib.sha256(data).hexdigest()
-    with pytest.raises(ValueError, match=rf"train-00003\.bin .* {found}, expected {expected}"):
-        opened.verify()
+def damage_shard(copy):
+    flip(copy / "train-00003.bin")
+    return "train-00003.bin has sha256"
 
 
-def test_a_shard_of_another_size_is_named(copy):
+def truncate_shard(copy):
     os.truncate(copy / "train-00003.bin", 1500)
-    with pytest.raises(ValueError, match=r"train-00003\.bin has 1500 bytes, expected 2000"):
-        Corpus.open(copy)
+    return "train-00003.bin has 1500 bytes, expected 2000"
+
+
+def remove_shard(copy):
     (copy / "train-00003.bin").unlink()
-    with pytest.raises(ValueError, match=r"train-00003\.bin is missing, expected 2000 bytes"):
-        Corpus.open(copy)
+    return "train-00003.bin is missing, expected 2000 bytes"
 
 
-def test_another_tokenizer_is_found(copy):
+def change_tokenizer(copy):
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"lstrip": true', '"lstrip": false'))
-    with pytest.raises(ValueError, match=rf"{copy / 'tokenizer'} has the hash \w{{64}}, expected \w{{64}}$"):
+    return f"{copy / 'tokenizer'} has the hash"
+
+
+@pytest.mark.parametrize("damage", [damage_shard, truncate_shard, remove_shard, change_tokenizer])
+def test_damage_is_found(damage, copy):
+    expected = damage(copy)
+    with refused(expected):
         Corpus.open(copy).verify()
 
 
 def test_folders_that_are_no_corpus(copy, tmp_path):
-    with pytest.raises(ValueError, match=f"^data='{tmp_path}' holds no corpus"):
+    with refused(f"data='{tmp_path}' holds no corpus"):
         Corpus.open(tmp_path)
-    with pytest.raises(ValueError, match="split='test' is not one of 'train', 'validation'"):
+    with refused("split='test' is not one of 'train', 'validation'"):
         Corpus.open(copy).tokens("test")
-    for content, message in [
-        ("{", r"manifest\.json is damaged"),
-        ('{"format": 2}', r"manifest\.json has format 2, expected 1"),
-        ("[]", "has format None"),
-    ]:
+    for content, message in [("{", "is damaged"), ('{"format": 2}', "has format 2"), ("[]", "has format None")]:
         (copy / "manifest.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
+        with refused(f"manifest.json {message}"):
             Corpus.open(copy)
