@@ -122,6 +122,8 @@ def change_tokenizer(copy):
 @pytest.mark.parametrize("damage", [damage_shard, truncate_shard, remove_shard, change_tokenizer])
 def test_damage_is_found(damage, copy):
     expected = damage(copy)
+    if damage in (damage_shard, change_tokenizer):
+        Corpus.open(copy)  # reads sizes alone
     with refused(expected):
         Corpus.open(copy).verify()
 

@@ -123,7 +123,9 @@ def test_short_rows_end_in_padding():
 
 def test_vocabulary_of_a_tokenizer(corpus):
     opened = Corpus.open(corpus)
-    assert Vocabulary.of(opened.tokenizer(), opened.vocab_size) == Vocabulary(300, mask=4, pad=1, special=(0, 2, 3, 1, 4))
+    assert Vocabulary.of(opened.tokenizer(), opened.vocab_size) == Vocabulary(
+        300, mask=4, pad=1, special=(0, 2, 3, 1, 4)
+    )
 
 
 def test_corpus_that_is_too_small():

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from linformers.errors import UserError
 from linformers.training import checkpoints, pretrain
 from linformers.training.trainer import ExactTrainer, read_metrics
 
 from . import small
+from .small import refused
 
 SETTINGS = [
     {"precision": "float32"},
@@ -110,7 +110,7 @@ def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monke
 def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
     """A machine that does not see the checkpoints would start from scratch and mix gradients of different steps."""
     monkeypatch.setattr(ExactTrainer, "gather", lambda self, value: [value, 7])
-    with pytest.raises(UserError, match=r"the processes see finished models: 0 and 7 in out="):
+    with refused("the processes see finished models: 0 and 7 in out="):
         small.train(small.recipe(corpus, tmp_path))
 
 
@@ -181,8 +181,9 @@ def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, po
 
     monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(UserError, match=r"not finite in step 13 \(rows 96 to 103\).* step 10"):
+    with refused("not finite in step 13 (rows 96 to 103)") as error:
         small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    assert "step 10" in str(error.value)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     for name, parameter in seen["model"].named_parameters():
         assert torch.equal(parameter, seen["weights"][name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,6 @@ from ..errors import UserError
 MANIFEST = "manifest.json"
 # What a run, or a seed of one, leaves in its folder.
 TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/result.json")
-
-
-# Files and folders.
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
@@ -83,17 +79,13 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# The checkpoints of a run.
-
-
 def step_of(folder: Path) -> int:
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(match[1]) if match else -1
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    found = [path for path in run.glob("checkpoint-*") if path.is_dir() and step_of(path) >= 0]
+    found = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -112,10 +104,8 @@ def damage(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         expected = {folder / name: (own["bytes"], own["sha256"]) for name, own in manifest.items()}
-    except FileNotFoundError:
-        return f"{folder / MANIFEST} is missing"
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return f"{folder / MANIFEST} is not a list of files"
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
+        return f"{folder / MANIFEST} is missing or not a list of files"
     return next(filter(None, (file_damage(path, *own) for path, own in expected.items())), None)
 
 
@@ -145,9 +135,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-# The folder of a run.
 
 
 @contextmanager
@@ -189,9 +176,6 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
-
-
-# The state of a run.
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

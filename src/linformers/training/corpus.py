@@ -52,18 +52,15 @@ class Corpus:
         if found != FORMAT:
             raise UserError(f"{folder / MANIFEST} has format {found!r}, expected {FORMAT}: prepare the corpus again")
         corpus = cls(folder, manifest)
-        corpus._check_shards()
+        corpus.verify(hashes=False)
         return corpus
 
-    def _check_shards(self, hashes: bool = False) -> None:
+    def verify(self, hashes: bool = True) -> None:
+        """Check the size of every shard, and the hash of every shard and of the tokenizer."""
         for shard in self._shards():
             if wrong := file_damage(self.folder / shard["file"], shard["bytes"], shard["sha256"] if hashes else None):
                 raise UserError(f"data={str(self.folder)!r} is damaged: {wrong}")
-
-    def verify(self) -> None:
-        """Check the hash of every shard and of the tokenizer."""
-        self._check_shards(hashes=True)
-        if (found := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
+        if hashes and (found := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
             raise UserError(f"{self.folder / TOKENIZER} has the hash {found}, expected {self.tokenizer_hash}")
 
     def tokens(self, split: str) -> TokenStream:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
 from ..checks import check_choice, check_model, check_positive, check_size, make_folder
@@ -148,7 +148,7 @@ class FineTuning:
             data_collator=partial(collate, pad_token_id=self.tokenizer.pad_token_id, max_length=self.max_length),
             train_dataset=EpochOrder(self.sets["train"], seed, self.steps * rows_per_step, rows_per_step),
             eval_dataset=self.sets["validation"],
-            compute_metrics=_metrics,
+            compute_metrics=lambda own: classification_metrics(own.predictions, own.label_ids),
             processing_class=self.tokenizer,
         )
         title = f"{self.task.name}, seed {seed}"
@@ -229,10 +229,6 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
         raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
     tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
     return tokenizer
-
-
-def _metrics(prediction: EvalPrediction) -> dict[str, float]:
-    return classification_metrics(prediction.predictions, prediction.label_ids)
 
 
 def _intact(folder: Path) -> Path:

@@ -132,7 +132,7 @@ def evaluate(
     if task is not None:
         network = load_model(model, CLASSIFY)
         if not Path(task).suffix:
-            return _score(network, model, tasks.load(task, data), console)
+            return _score(network, model, tasks.load(task, data, text=text, label=label), console)
         if data is not None:
             raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
         names = list(network.config.id2label.values())

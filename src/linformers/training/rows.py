@@ -21,9 +21,6 @@ BLOCK = 16
 MAX_GROUP = 16  # batches of an epoch that are sorted by length together
 
 
-# Masked-language modeling.
-
-
 @dataclass(frozen=True)
 class Vocabulary:
     """What masking needs to know about a tokenizer."""
@@ -68,9 +65,6 @@ class MaskedRows(Dataset):
 
     def __len__(self) -> int:
         return self.rows
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {name: tensor[0] for name, tensor in self.__getitems__([number]).items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """A batch of rows, each of shape (b, n); `DataLoader` calls this for whole batches."""
@@ -133,9 +127,6 @@ class MaskedRows(Dataset):
 def already_batched(batch: Any) -> Any:
     """The collator of `MaskedRows`, which returns batches."""
     return batch
-
-
-# Labeled texts.
 
 
 class Example(NamedTuple):

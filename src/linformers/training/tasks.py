@@ -201,9 +201,6 @@ def held_out(text: str, part: int) -> bool:
     return part * HELD_OUT <= int.from_bytes(digest, "big") / 2**64 < (part + 1) * HELD_OUT
 
 
-# Scores.
-
-
 def classification_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Accuracy, and F1: of class 1 if there are two classes, otherwise the mean over all classes that occur.
 

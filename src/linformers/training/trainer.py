@@ -113,12 +113,8 @@ class ExactTrainer(Trainer):
 
     def check_shared(self, what: str, number: int) -> int:
         """Check that all processes found the same number in the folder of the run."""
-        found = sorted(set(self.gather(number)))
-        if len(found) > 1:
-            raise UserError(
-                f"the processes see {what} {' and '.join(map(str, found))} in out={self.args.output_dir!r}; "
-                "it must be a folder that all machines share"
-            )
+        if len(found := set(self.gather(number))) > 1:
+            raise UserError(f"out={self.args.output_dir!r} is not shared by all processes: they see {what} {found}")
         return number
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -172,8 +168,7 @@ class ExactTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if "projections." not in name]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: transformers would iterate over all parameters in each step."""
-        return 0
+        return 0  # transformers would iterate over all parameters in each step
 
     def get_train_dataloader(self) -> Any:
         """Loading processes ignore signals: if SIGTERM killed one, the run could not save."""
