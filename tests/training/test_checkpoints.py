@@ -61,11 +61,10 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
 
 
 def test_damage_of_the_manifest(tmp_path):
-    assert checkpoints.damage(tmp_path).endswith("manifest.json is missing")
-    (tmp_path / "weights").write_text("abc")
+    assert "manifest.json is missing" in checkpoints.damage(tmp_path)
     for wrong in ("{", "[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
         (tmp_path / "manifest.json").write_text(wrong)
-        assert checkpoints.damage(tmp_path).endswith("manifest.json is not a list of files")
+        assert "not a list of files" in checkpoints.damage(tmp_path)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):
@@ -94,10 +93,10 @@ def test_remains_of_a_kill_are_removed(corpus, tmp_path):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    for step in (2, 10, 4, 8):
+    for step in (2, 10, 4, 8, "8-copy"):
         (tmp_path / f"checkpoint-{step}").mkdir()
     checkpoints.remove_old(tmp_path, keep=2, protected=tmp_path / "checkpoint-2")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-8", "checkpoint-2"}
+    assert {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} == {"10", "8", "2", "8-copy"}
 
 
 def test_random_state_is_restored():

@@ -74,7 +74,7 @@ def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatc
 @pytest.mark.parametrize(("accuracies", "epoch"), [((1, 1, 1), 3), ((0.5, 1, 0.5), 2), ((0.5, 1, 1), 3)])
 def test_of_equal_models_the_later_is_selected(task, model, tmp_path, monkeypatch, accuracies, epoch):
     left = iter((*accuracies, 0))  # the last one is that of the test set
-    monkeypatch.setattr(finetune, "_metrics", lambda prediction: {"accuracy": next(left), "f1": 0})
+    monkeypatch.setattr(finetune, "classification_metrics", lambda *own: {"accuracy": next(left), "f1": 0})
     assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=3, batch_size=16)) == 0
     result = json.loads((tmp_path / "seed-0" / "result.json").read_text())
     assert result["step"] == epoch * (len(task.train) // 16)
