@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -35,8 +36,9 @@ class SignalAt(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def interrupt(monkeypatch, step, number=signal.SIGTERM):
-    """Make the next run receive a signal; returns a function that undoes this."""
+@contextmanager
+def interrupted(step, number=signal.SIGTERM):
+    """Runs receive a signal within the given step."""
     original = pretrain.make_trainer
 
     def make_trainer(*args):
@@ -44,8 +46,9 @@ def interrupt(monkeypatch, step, number=signal.SIGTERM):
         trainer.add_callback(SignalAt(step, number))
         return trainer
 
-    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
-    return lambda: monkeypatch.setattr(pretrain, "make_trainer", original)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "make_trainer", make_trainer)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +67,11 @@ def straight(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
-def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path, monkeypatch):
-    steps = sorted(random.Random(repr(setting)).sample(range(23), 10))
-    for step in steps:
-        restore = interrupt(monkeypatch, step)
-        assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGTERM
-        restore()
+def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path):
+    steps = sorted(random.Random(repr(setting)).sample(range(23), 9))
+    for step in (*steps, 23):  # the last one
+        with interrupted(step):
+            assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGTERM
         assert (tmp_path / f"checkpoint-{step + 1}").exists()
     assert small.train(small.recipe(corpus, tmp_path, **setting)) == 0
     small.assert_same_run(tmp_path, straight(setting))
@@ -82,11 +84,10 @@ def test_another_seed_is_another_run(corpus, straight, tmp_path):
         small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
-def test_intervals_may_change(corpus, tmp_path, monkeypatch):
+def test_intervals_may_change(corpus, tmp_path):
     """After losing work, users want more frequent checkpoints."""
-    restore = interrupt(monkeypatch, 2)
-    assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
-    restore()
+    with interrupted(2):
+        assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
     assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=2, keep=9, log_every=1)) == 0
     assert sorted(map(checkpoints.step_of, checkpoints.list_checkpoints(tmp_path))) == [3, 4, 6, 8, 9]
     assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
@@ -114,19 +115,10 @@ def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
         small.train(small.recipe(corpus, tmp_path))
 
 
-def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):
-    interrupt(monkeypatch, 7, signal.SIGINT)
-    assert small.train(small.recipe(corpus, tmp_path)) == 130
+def test_interrupt_from_the_keyboard(corpus, tmp_path):
+    with interrupted(7, signal.SIGINT):
+        assert small.train(small.recipe(corpus, tmp_path)) == 130
     assert (tmp_path / "checkpoint-8").exists()
-
-
-def test_signal_in_the_last_step(corpus, straight, tmp_path, monkeypatch):
-    restore = interrupt(monkeypatch, 23)
-    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 128 + signal.SIGTERM
-    restore()
-    assert not (tmp_path / "model").exists()
-    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
-    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
 def test_finished_run_is_left_alone(corpus, straight):
@@ -142,21 +134,18 @@ def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("pickle")
 
-    restore = interrupt(monkeypatch, 9)
     for module, names in (
         (torch, ("load", "save")),
         (pickle, ("load", "loads", "dump", "dumps", "Pickler", "Unpickler")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
-    small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
-    restore()
+    with interrupted(9):
+        small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
-    suffixes = {
-        path.suffix for folder in (*tmp_path.glob("checkpoint-*"), tmp_path / "model") for path in folder.iterdir()
-    }
-    assert suffixes == {".safetensors", ".json", ".md"}
+    written = [*tmp_path.glob("checkpoint-*/*"), *tmp_path.glob("model/*")]
+    assert {path.suffix for path in written} == {".safetensors", ".json", ".md"}
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
