@@ -71,7 +71,7 @@ def test_output_in_a_file_has_no_control_characters(corpus, tmp_path, monkeypatc
 def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
     with refused("holds no corpus"):
         small.train(small.recipe(tmp_path / "nowhere", tmp_path / "out"))
-    with refused("fewer than a row of 16384"):
+    with refused("rows of 16384 need"):
         small.train(small.recipe(corpus, tmp_path / "out", model={"max_position_embeddings": 16384}))
     data = Path(shutil.copytree(corpus, tmp_path / "data"))
     small.flip(data / "train-00000.bin")

@@ -122,7 +122,7 @@ def test_vocabulary_of_a_tokenizer(corpus):
 
 
 def test_corpus_that_is_too_small():
-    with refused("100 tokens, but rows of 64 need at least 128"):
+    with refused("100 tokens, but rows of 64 need 128"):
         rows(size=100)
 
 

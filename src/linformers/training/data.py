@@ -29,12 +29,7 @@ def file_type(path: Path) -> str:
 
 
 def find_files(sources: str | Path | Sequence[str | Path], name: str = "source") -> list[Path]:
-    """The given files, and all files of a known type in the given folders, sorted by name.
-
-    Args:
-        sources: files and folders.
-        name: what error messages call a source.
-    """
+    """The given files, and all files of a known type in the given folders, sorted; `name` is for error messages."""
     files: list[Path] = []
     for source in map(Path, [sources] if isinstance(sources, str | Path) else sources):
         if not source.exists():
@@ -77,25 +72,21 @@ def documents(source: Path | str, text_column: str = "text", split: str = "train
 
 def rows(source: Path | str, columns: Sequence[str], split: str = "train") -> Iterator[dict[str, Any]]:
     """The given columns of each row of a table, or of a dataset on the hub, `"name"` or `"name:config"`."""
-    if isinstance(source, str):
-        yield from _select(source, columns, _hub_rows(source, split))
-    elif file_type(source) == ".parquet":
+    if isinstance(source, Path) and file_type(source) == ".parquet":
         yield from _parquet_rows(source, columns)
-    else:
-        with open_text(source) as file:
-            if file_type(source) == ".jsonl":
-                lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-                yield from _select(source, columns, (_json_object(source, *line) for line in lines))
-            else:
-                csv.field_size_limit(2**31 - 1)
-                table = csv.DictReader(file, delimiter="\t" if file_type(source) == ".tsv" else ",")
-                yield from _select(source, columns, table)
-
-
-def _select(where: object, columns: Sequence[str], found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for row in found:
-        _check_columns(where, columns, row)
+        return
+    for row in _hub_rows(source, split) if isinstance(source, str) else _text_rows(source):
+        _check_columns(source, columns, row)
         yield {name: row[name] for name in columns}
+
+
+def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with open_text(path) as file:
+        if file_type(path) == ".jsonl":
+            yield from (_json_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
+        else:
+            csv.field_size_limit(2**31 - 1)
+            yield from csv.DictReader(file, delimiter="\t" if file_type(path) == ".tsv" else ",")
 
 
 def _hub_rows(source: str, split: str) -> Iterator[dict[str, Any]]:

@@ -64,8 +64,7 @@ def finetune(task: str, out: Path, *, model: Path, console: Console, command: st
 def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Console, command: str) -> int:
     """Fine-tune with each seed, report on the test set, and save the model that is best on the validation set.
 
-    A finished seed is not repeated, and an interrupted one resumes. Returns the exit code: 0, or 128 plus the number
-    of the signal that stopped the run.
+    A finished seed is not repeated, and an interrupted one resumes. Returns an exit code, see `trainer.train`.
     """
     runs = FineTuning(task, model, out, settings, console)
     make_folder("out", out)

@@ -56,16 +56,13 @@ def prepare(
 
     Args:
         sources: files, folders, or names of datasets on the hub (`name` or `name:config`; the split `train` is read).
-        out: the folder to write to.
         vocab_size: the largest vocabulary of a tokenizer trained on `sources`.
         tokenizer: folder or hub name of a tokenizer to use instead of training one.
         validation: like `sources`, for the validation set; these files are excluded from `sources`.
         validation_share: without `validation`, the share of documents to hold out, selected by their hash.
-        text_column: the column of tables that contains the text.
         tokenizer_documents: the number of documents to train the tokenizer on, the same number from each file.
         shard_tokens: the largest number of tokens in a file.
         workers: threads that encode; by default one for each core.
-        console: shows progress and the result.
     """
     workers = workers if workers is not None else os.cpu_count() or 1
     sizes = {"tokenizer_documents": tokenizer_documents, "shard_tokens": shard_tokens, "workers": workers}
@@ -97,9 +94,9 @@ def prepare(
             documents = chain.from_iterable(source.documents() for source in tracked)
             tokens = encode(documents, out / TOKENIZER / "tokenizer.json", own.eos_token_id, dtype, workers)
             splits = _write_shards(tokens, out, shard_tokens)
-        for empty in (name for name, split in splits.items() if not split["documents"]):
+        if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
-            raise UserError(f"there are no documents for {empty}: {cause}")
+            raise UserError(f"there are no documents for {empty[0]}: {cause}")
         manifest = {
             "format": FORMAT,
             "dtype": dtype.name,

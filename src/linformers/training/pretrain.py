@@ -35,11 +35,7 @@ def pretrain(recipe: Path, changes: Sequence[str] = (), *, console: Console, com
 
 
 def run(recipe: Recipe, console: Console, command: str) -> int:
-    """Pretrain by a recipe, from its newest checkpoint if there is one.
-
-    Returns:
-        The exit code: 0, or 128 plus the number of the signal that stopped the run.
-    """
+    """Pretrain by a recipe, from its newest checkpoint if there is one; returns an exit code, see `trainer.train`."""
     out, corpus = Path(recipe.out), Corpus.open(Path(recipe.data))
     make_folder("out", out)
     arguments = training_arguments(recipe)
@@ -124,10 +120,8 @@ def load_start(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> Linfo
     if saved.architectures != ["LinformerForMaskedLM"]:
         raise UserError(f"start={recipe.start!r} is a {saved.architectures}, not a LinformerForMaskedLM")
     if tokenizer_hash(folder) != corpus.tokenizer_hash:
-        raise UserError(
-            f"data={recipe.data!r} and start={recipe.start!r} have different tokenizers; prepare the data with "
-            f"--tokenizer {recipe.start}"
-        )
+        tokenizers = f"data={recipe.data!r} and start={recipe.start!r} have different tokenizers"
+        raise UserError(f"{tokenizers}; prepare the data with --tokenizer {recipe.start}")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if getattr(saved, name) != getattr(config, name):
             raise UserError(f"start={recipe.start!r} has {name}={getattr(saved, name)}, not {getattr(config, name)}")
@@ -149,18 +143,11 @@ def shard(model: LinformerForMaskedLM) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def validation_rows(
-    corpus: Corpus, vocabulary: Vocabulary, length: int, max_rows: int, mask_share: float
-) -> MaskedRows:
+def validation_rows(corpus: Corpus, vocabulary: Vocabulary, length: int, max_rows: int, share: float) -> MaskedRows:
     """The first rows of the validation set, with the same masks in every run."""
     tokens = corpus.tokens("validation")
-    if len(tokens) < length:
-        raise UserError(
-            f"the validation set of {str(corpus.folder)!r} has {len(tokens)} tokens, fewer than a row of {length}; "
-            "prepare it with a larger --validation-share"
-        )
     rows = min(max_rows, len(tokens) // length)
-    return MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, mask_share, shuffle=False)
+    return MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, share, shuffle=False)
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -196,9 +183,8 @@ def _save_model(
     out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
     records, splits = read_metrics(out), corpus.manifest["splits"]
     held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
-    size = sum(parameter.numel() for parameter in model.parameters())
     text = f"""\
-An encoder of {size / 1e6:.1f}M parameters, pretrained by masked-language modeling.
+An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by masked-language modeling.
 
 - Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
 - Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}

@@ -56,10 +56,9 @@ class MaskedRows(Dataset):
         # Shuffled rows start at a random token of the first row.
         self.rows_in_epoch = len(self.stream) // self.length - self.shuffle
         if self.rows_in_epoch < 1:
-            needed = 2 * self.length if self.shuffle else self.length
-            raise UserError(
-                f"the corpus has {len(self.stream)} tokens, but rows of {self.length} need at least {needed}"
-            )
+            split, needed = ("training", 2) if self.shuffle else ("validation", 1)
+            needed *= self.length
+            raise UserError(f"the {split} set has {len(self.stream)} tokens, but rows of {self.length} need {needed}")
         self.ordinary = np.setdiff1d(np.arange(self.vocabulary.size), self.vocabulary.special)
         self._epoch: tuple[int, int, np.ndarray] | None = None
 
