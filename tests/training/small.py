@@ -23,14 +23,10 @@ from linformers.training.trainer import read_metrics
 
 QUIET = Console(quiet=True)
 WORDS = ("the", "a", "quick", "brown", "fox", "dog", "jumps", "over", "lazy", "and", "sleeps", "under", "tree", "of")
-MODEL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "projected_length": 8,
-}
+MODEL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+MODEL |= {"max_position_embeddings": 32, "projected_length": 8}
+RECIPE = {"steps": 24, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 4, "short_rows": 0.2, "workers": 0}
+RECIPE |= {"log_every": 3, "eval_every": 8, "eval_rows": 8, "save_every": 5, "compile": "no"}
 
 
 def refused(message: str):
@@ -72,22 +68,8 @@ def corpus(folder: Path) -> Path:
 
 
 def recipe(data: Path, out: Path, **fields) -> Recipe:
-    defaults = {
-        "steps": 24,
-        "batch_size": 8,
-        "learning_rate": 3e-3,
-        "warmup_steps": 4,
-        "log_every": 3,
-        "eval_every": 8,
-        "eval_rows": 8,
-        "save_every": 5,
-        "workers": 0,
-        "short_rows": 0.2,
-        "compile": "no",
-        "deterministic": torch.cuda.is_available(),
-    }
-    model = {**MODEL, **fields.pop("model", {})}
-    return Recipe(data=str(data), out=str(out), model=model, **{**defaults, **fields})
+    fields = {**RECIPE, "deterministic": torch.cuda.is_available(), **fields}
+    return Recipe(data=str(data), out=str(out), **fields | {"model": {**MODEL, **fields.get("model", {})}})
 
 
 def train(recipe: Recipe) -> int:

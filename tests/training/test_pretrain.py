@@ -37,8 +37,8 @@ def write(recipe, folder):
 
 def other_corpus(corpus, folder, **options):
     """A part of the text of a corpus."""
-    lines = (corpus.parent / "text.jsonl").read_text().splitlines()[:150]
-    (folder / "other.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [json.loads(line) for line in (corpus.parent / "text.jsonl").read_text().splitlines()]
+    small.write_table(folder / "other.jsonl", rows[:150])
     prepare([str(folder / "other.jsonl")], folder / "other", validation_share=0.1, console=small.QUIET, **options)
     return folder / "other"
 
@@ -82,7 +82,8 @@ def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
 
 def test_folder_of_another_run(corpus, tmp_path):
     out = tmp_path / "run"
-    with checkpoints.locked(make(out)), refused("is in use by another process"):
+    out.mkdir()
+    with checkpoints.locked(out), refused("is in use by another process"):
         small.train(small.recipe(corpus, out))
     assert small.train(small.recipe(corpus, out, steps=4)) == 0
     with refused("learning_rate was 0.003 and is now 0.1"):
@@ -92,14 +93,9 @@ def test_folder_of_another_run(corpus, tmp_path):
     assert small.train(small.recipe(corpus, out, steps=4, workers=1, log_every=1)) == 0
     assert [record["step"] for record in read_metrics(out)] == [3, 4, 4]
     for name, options in (("corpus", {"tokenizer": str(corpus / "tokenizer")}), ("tokenizer", {"vocab_size": 290})):
-        other = other_corpus(corpus, make(tmp_path / name), **options)
+        other = other_corpus(corpus, tmp_path / name, **options)
         with refused(f"sha256.{name} was"):
             small.train(small.recipe(other, out, steps=4))
-
-
-def make(folder):
-    folder.mkdir()
-    return folder
 
 
 def test_warning_of_a_long_warmup(corpus, tmp_path, capsys):
@@ -125,11 +121,8 @@ def test_start_from_a_model(finished, corpus, tmp_path):
     assert after == pytest.approx(before, rel=1e-2)  # the learning rate is tiny
     new = next(r["perplexity"] for r in small.read_metrics(finished) if "perplexity" in r)
     assert before < 0.9 * new
-
-
-def test_start_with_other_text(finished, corpus, tmp_path):
-    data = other_corpus(corpus, tmp_path, tokenizer=str(finished / "model"))
-    assert small.train(small.recipe(data, tmp_path / "run", start=str(finished / "model"), steps=2)) == 0
+    data = other_corpus(corpus, tmp_path, tokenizer=str(finished / "model"))  # other text
+    assert small.train(small.recipe(data, tmp_path / "other run", start=str(finished / "model"), steps=2)) == 0
 
 
 def test_start_from_a_twin(corpus, tmp_path):
@@ -191,9 +184,10 @@ def losses(out):
     return [record["loss"] for record in read_metrics(out) if "loss" in record]
 
 
-def test_error_in_two_processes(tmp_path):
-    assert in_two(Command(["pretrain", "nowhere.yaml"]), tmp_path / "log") == 2
-    assert "nowhere.yaml" in (tmp_path / "log").read_text()
+def test_error_in_two_processes(corpus, tmp_path):
+    recipe = write(small.recipe(corpus, tmp_path / "run", batch_size=3), tmp_path)
+    assert in_two(Command(["pretrain", str(recipe)]), tmp_path / "log") == 2
+    assert "batch_size=3 is not a multiple of 2" in (tmp_path / "log").read_text()
 
 
 @pytest.fixture(scope="module")
