@@ -53,20 +53,16 @@ def test_few_maps_are_open_and_none_is_pickled(prepared, monkeypatch):
 
 def test_the_manifest_is_true(prepared, source):
     manifest = json.loads((prepared / "manifest.json").read_text())
-    assert manifest["format"] == 1
-    assert manifest["sources"] == [source]
-    assert manifest["validation_sources"] == []
-    assert manifest["vocab_size"] == 400
-    assert manifest["dtype"] == "uint16"
-    assert manifest["tokenizer"] == tokenizer_hash(prepared / "tokenizer")
-    named = []
+    expected = {"format": 1, "dtype": "uint16", "vocab_size": 400, "eos_token_id": 2, "sources": [source]}
+    expected |= {"validation_sources": [], "tokenizer": tokenizer_hash(prepared / "tokenizer")}
+    assert {name: manifest[name] for name in expected} == expected
     for split in manifest["splits"].values():
         assert split["tokens"] == sum(shard["tokens"] for shard in split["shards"])
         for shard in split["shards"]:
             data = (prepared / shard["file"]).read_bytes()
             assert (shard["bytes"], shard["tokens"]) == (len(data), len(data) // 2)
             assert shard["sha256"] == hashlib.sha256(data).hexdigest()
-            named.append(shard["file"])
+    named = [shard["file"] for split in manifest["splits"].values() for shard in split["shards"]]
     assert sorted(named) == sorted(path.name for path in prepared.glob("*.bin"))
     assert not list(prepared.glob(".*unfinished"))
     assert manifest["splits"]["train"]["documents"] + manifest["splits"]["validation"]["documents"] == len(TEXTS)

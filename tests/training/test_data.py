@@ -96,15 +96,12 @@ def test_damaged_file_is_named(name, content, message, tmp_path):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl.gz", "missing.parquet"])
-def test_unreadable_file_is_named(name, tmp_path):
-    with refused(name):
-        list(documents(tmp_path / name))
-
-
 def test_sources_that_cannot_be_read(tmp_path):
     with refused("no column 'body'; its columns are 'id', 'text'"):
         list(documents(write(tmp_path / "table" / "a.parquet"), "body"))
+    for name in ("missing.txt", "missing.jsonl.gz", "missing.parquet"):
+        with refused(name):
+            list(documents(tmp_path / name))
     (tmp_path / "a.docx").write_text("a")
     (tmp_path / "empty").mkdir()
     for name, message in (("none.txt", "does not exist"), ("a.docx", "known type"), ("empty", "known type")):

@@ -35,20 +35,17 @@ def test_changes(compile, tmp_path):
 
 def test_base(tmp_path):
     write(tmp_path, model={"projected_length": 64, "hidden_size": 96}, learning_rate=1e-3)
-    twin = tmp_path / "twin.yaml"
-    twin.write_text("base: recipe.yaml\nlearning_rate: 2e-3\nmodel: {projection: identity}\n")
-    read = recipes.read(twin)
+    write(tmp_path, "empty.yaml", model=None)
+    child = tmp_path / "child.yaml"
+    child.write_text("base: recipe.yaml\nlearning_rate: 2e-3\nmodel: {projection: identity}\n")
+    read = recipes.read(child)
     assert read.model == {"projected_length": 64, "hidden_size": 96, "projection": "identity"}
     assert read.learning_rate == 2e-3
-
-
-def test_empty_model(tmp_path):
-    write(tmp_path, "base.yaml", model=None)
-    (tmp_path / "r.yaml").write_text("base: base.yaml\nmodel:\n  hidden_size: 24\n")
-    assert recipes.read(tmp_path / "base.yaml").model == {}
-    assert recipes.read(tmp_path / "r.yaml").model == {"hidden_size": 24}
+    child.write_text("base: empty.yaml\nmodel:\n  hidden_size: 24\n")
+    assert recipes.read(tmp_path / "empty.yaml").model == {}
+    assert recipes.read(child).model == {"hidden_size": 24}
     with refused("model=3 must be fields"):
-        recipes.read(tmp_path / "r.yaml", ["model=3", "model.hidden_size=16"])
+        recipes.read(child, ["model=3", "model.hidden_size=16"])
 
 
 @pytest.mark.parametrize(
@@ -99,9 +96,6 @@ def test_wrong_files(content, message, tmp_path):
     (tmp_path / "r.yaml").write_bytes(content.encode(errors="surrogateescape"))
     with refused(message):
         recipes.read(tmp_path / "r.yaml")
-
-
-def test_files_that_cannot_be_read(tmp_path):
     for path in (tmp_path / "none.yaml", tmp_path):
         with refused(f"recipe '{path}' cannot be read"):
             recipes.read(path)

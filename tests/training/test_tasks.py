@@ -90,9 +90,6 @@ def test_hub(name, monkeypatch):
     assert texts(data.test) == [f"{task.reported} {i}" for i in range(3)]
     assert (data.test[0].pair is not None) == (len(task.text_columns) == 2)
     assert len(data.train) + len(data.validation) == 300
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused("pip install 'linformers[hub]'"):
-        tasks.load(name)
 
 
 def test_tasks_that_cannot_be_found(tmp_path):
@@ -101,17 +98,13 @@ def test_tasks_that_cannot_be_found(tmp_path):
     with refused(f"data='{tmp_path}' has no folder 'qnli'"):
         tasks.load("qnli", tmp_path)
     train, folder = pairs(300, "question", "sentence"), tmp_path / "qnli"
-    for name, rows, message in [
-        ("validation.csv", train[:4], "one table 'train'"),
-        ("train.csv", train, None),
-        ("train.jsonl.gz", train, "but has train.csv, train.jsonl.gz"),
-    ]:
-        write(folder / name, rows)
-        if message is None:
-            assert tasks.load("qnli", tmp_path).reported_on == "validation.csv"
-            continue
-        with refused(message):
-            tasks.load("qnli", tmp_path)
+    write(folder / "validation.csv", train[:4])
+    with refused(f"{folder} must have one table 'train'"):
+        tasks.load("qnli", tmp_path)
+    for name in ("train.csv", "train.jsonl.gz"):
+        write(folder / name, train)
+    with refused("but has train.csv, train.jsonl.gz"):
+        tasks.load("qnli", tmp_path)
     for option in ({"test": tmp_path}, {"validation": tmp_path}, {"text": "a"}, {"label": "a"}):
         with refused(f"{next(iter(option))} has no effect on task='sst2'"):
             tasks.load("sst2", tmp_path, **option)
@@ -169,25 +162,20 @@ def test_columns_and_files(tmp_path):
         load(train, data=tmp_path)
 
 
-def test_without_a_test_file_validation_is_reported(tmp_path):
-    train = write(tmp_path / "train.csv", numbered(300))
-    validation = write(tmp_path / "valid.csv", numbered(20, word="New"))
+@pytest.mark.parametrize("with_validation", [True, False])
+def test_without_a_test_file(with_validation, tmp_path):
+    """Validation is reported, or 5% that are held out; models are selected on another 5%."""
+    train = write(tmp_path / "train.csv", numbered(300) + numbered(300))
+    validation = write(tmp_path / "valid.csv", numbered(20, word="New")) if with_validation else None
     data = load(train, validation=validation)
-    assert texts(data.test) == [f"New {i}" for i in range(20)]
-    assert data.reported_on == "valid.csv"
-    assert "reported on valid.csv, selected on 5%" in data.note
-    assert len(data.train) + len(data.validation) == 300
-    assert not set(texts(data.train)) & set(texts(data.validation))
-
-
-def test_without_other_files_two_parts_are_held_out(tmp_path):
-    data = load(write(tmp_path / "train.csv", numbered(300) + numbered(300)))
-    parts = [set(texts(part)) for part in (data.train, data.validation, data.test)]
-    assert all(parts)
-    assert len(data.train) + len(data.validation) + len(data.test) == 600
-    assert sum(map(len, parts)) == 300  # equal texts stay together, so no text is in two parts
-    assert data.reported_on == "5% of train.csv"
-    assert "selected on another 5%" in data.note
+    assert data.reported_on == ("valid.csv" if with_validation else "5% of train.csv")
+    assert f"reported on {'valid.csv' if with_validation else '5%'}" in data.note
+    sizes = [len(part) for part in (data.train, data.validation, data.test)]
+    assert min(sizes) > 0
+    assert sum(sizes) == 600 + 20 * with_validation
+    # Equal texts stay together, so no text is in two parts.
+    assert sum(len(set(texts(part))) for part in (data.train, data.validation, data.test)) == 300 + 20 * with_validation
+    assert not with_validation or texts(data.test) == [f"New {i}" for i in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -241,15 +229,9 @@ def test_too_little_to_hold_out(rows, tmp_path):
 def test_bad_arguments(tmp_path):
     train, text = write(tmp_path / "train.csv", numbered(300)), tmp_path / "notes.txt"
     text.write_text("text")
-    for path, options in [
-        (train, {"test": tmp_path}),
-        (train, {"validation": text}),
-        (text, {"task": text}),
-        (tmp_path / "none.csv", {"task": tmp_path / "none.csv"}),
-    ]:
-        ((argument, wrong),) = options.items()
-        with refused(f"{argument}='{wrong}' is not a table"):
-            load(path, **{} if argument == "task" else options)
+    for argument, path in (("test", tmp_path), ("validation", text), ("task", text), ("task", tmp_path / "none.csv")):
+        with refused(f"{argument}='{path}' is not a table"):
+            tasks.load(**{"task": str(train), argument: path if argument != "task" else str(path)})
     for columns in ("a,b,c", "text,text", "label"):
         with refused(f"text='{columns}' and label='label'"):
             load(train, text=columns)

@@ -1,6 +1,6 @@
 """An interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
-import json
+import functools
 import os
 import random
 import signal
@@ -54,16 +54,14 @@ def interrupted(step, number=signal.SIGTERM):
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
     """The uninterrupted run of a setting."""
-    runs = {}
 
-    def run(setting):
-        key = json.dumps(setting)
-        if key not in runs:
-            runs[key] = tmp_path_factory.mktemp("straight")
-            assert small.train(small.recipe(corpus, runs[key], **setting)) == 0
-        return runs[key]
+    @functools.cache
+    def run(number):
+        out = tmp_path_factory.mktemp("straight")
+        assert small.train(small.recipe(corpus, out, **SETTINGS[number])) == 0
+        return out
 
-    return run
+    return lambda setting: run(SETTINGS.index(setting))
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
@@ -181,15 +179,11 @@ def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, po
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch, deterministic):
-    seen = []
-    monkeypatch.setattr(
-        pretrain, "_train", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or 0
-    )
-    small.train(small.recipe(corpus, tmp_path, deterministic=deterministic))
-    assert seen == [deterministic]
-    assert not torch.are_deterministic_algorithms_enabled()
+def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "_train", lambda *args: int(torch.are_deterministic_algorithms_enabled()))
+    for deterministic in (True, False):
+        assert small.train(small.recipe(corpus, tmp_path, deterministic=deterministic)) == deterministic
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users

@@ -1,12 +1,12 @@
 """A few hundred documents, a corpus of them, and their text from its tokens."""
 
-import json
 import random
 
 import numpy as np
-from rich.console import Console
 
 from linformers.training.prepare import prepare
+
+from .small import QUIET, write_table
 
 WORDS = ["the", "attention", "is", "linear", "in", "length", "漢字", "naïve", "🙂", ".", "\n", "x1", "<mask>", "</s>"]
 
@@ -20,13 +20,12 @@ TEXTS = [text(seed) for seed in range(200)]
 
 
 def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": item}) + "\n" for item in texts))
-    return str(path)
+    return str(write_table(path, [{"text": item} for item in texts]))
 
 
 def run(sources, out, **options):
     options = {"vocab_size": 400, "validation_share": 0.1, "workers": 1} | options
-    return prepare([str(source) for source in sources], out, console=Console(quiet=True), **options)
+    return prepare([str(source) for source in sources], out, console=QUIET, **options)
 
 
 def texts_of(opened, split):
