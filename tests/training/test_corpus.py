@@ -127,8 +127,6 @@ def test_damage_is_found(damage, copy):
 def test_folders_that_are_no_corpus(copy, tmp_path):
     with refused(f"data='{tmp_path}' holds no corpus"):
         Corpus.open(tmp_path)
-    with refused("split='test' is not one of 'train', 'validation'"):
-        Corpus.open(copy).tokens("test")
     for content, message in [("{", "is damaged"), ('{"format": 2}', "has format 2"), ("[]", "has format None")]:
         (copy / "manifest.json").write_text(content)
         with refused(f"manifest.json {message}"):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..checks import check_choice
 from ..errors import UserError
 from .checkpoints import file_damage
 
@@ -65,7 +64,6 @@ class Corpus:
 
     def tokens(self, split: str) -> TokenStream:
         """All tokens of `train` or `validation`."""
-        check_choice("split", split, self.manifest["splits"])
         shards = self.manifest["splits"][split]["shards"]
         paths = [self.folder / shard["file"] for shard in shards]
         return TokenStream(paths, [shard["tokens"] for shard in shards], self.manifest["dtype"])

@@ -228,13 +228,10 @@ class _SignalCallback(TrainerCallback):
         self.trainer = trainer
         self.received = 0
         self.known: AsyncScalar | None = None  # what any of several processes had received a step ago
-        self.handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.restore_loss()
         state.compute_steps(args, state.max_steps)  # the checkpoint has the intervals of the earlier run
-        for number in SIGNALS:
-            self.handlers[number] = signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
         self.received = number
@@ -256,11 +253,6 @@ class _SignalCallback(TrainerCallback):
     def _of_all_processes(self) -> AsyncScalar:
         flag = torch.tensor([self.received], device=self.trainer.args.device)
         return AsyncScalar(self.trainer.accelerator.gather(flag).max())
-
-    def restore_handlers(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        self.handlers = {}
 
 
 def _ignore_signals(then: Any, worker: int) -> None:
@@ -321,14 +313,16 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
         console.print(f"{title}: {message}", highlight=False, markup=False)
 
     resume = checkpoints.newest_intact(Path(trainer.args.output_dir), say)
-    step = trainer.check_shared("checkpoints of steps", 0 if resume is None else checkpoints.step_of(resume))
+    step = trainer.check_shared("checkpoints of steps", checkpoints.step_of(resume) if resume else 0)
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
+    handlers = {number: signal.signal(number, trainer.signals.receive) for number in SIGNALS}
     try:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     finally:
-        trainer.signals.restore_handlers()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         monitor.bars.stop()
     if trainer.stopped_by is None:
         return 0
