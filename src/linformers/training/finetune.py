@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..provenance import sentence
 from . import checkpoints, tasks
 from .prepare import MODEL_INPUTS
-from .pretrain import model_card
+from .pretrain import model_card, save_model
 from .recipe import COMPILE, PRECISIONS
 from .rows import EpochOrder, collate, encode, longest_first
 from .tasks import TaskData, classification_metrics, plus_minus, spread
@@ -189,16 +189,9 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
 
 {task.note}
 """
-
-        def fill(folder: Path) -> None:
-            classifier = load_model(self.model, task.label_names)
-            classifier.load_state_dict(weights)
-            classifier.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
-            (folder / "README.md").write_text(card)
-
-        checkpoints.write_folder(out / "model", fill)
+        classifier = load_model(self.model, task.label_names)
+        card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
+        save_model(out / "model", classifier, weights, self.tokenizer, card)
         checkpoints.write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
         for name in ("accuracy", "f1"):
             each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)

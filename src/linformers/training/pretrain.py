@@ -13,7 +13,7 @@ import torch
 import yaml
 from rich.console import Console
 from torch import distributed as dist
-from transformers import TrainingArguments, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from .. import LinformerConfig, LinformerForMaskedLM
 from ..checks import check_model, make_folder
@@ -85,7 +85,7 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         return code
     weights = trainer.full_weights()  # all processes take part
     if arguments.should_save:
-        _save_model(trainer.model, weights, recipe, corpus, command)
+        _save_result(trainer.model, weights, recipe, corpus, command)
         console.print(f"model in {model}", markup=False)
     trainer.accelerator.wait_for_everyone()
     return 0
@@ -176,11 +176,12 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     return arguments
 
 
-def _save_model(
+def _save_result(
     model: LinformerForMaskedLM, weights: dict[str, Any], recipe: Recipe, corpus: Corpus, command: str
 ) -> None:
-    """Save the model with its card, and plot the curve."""
+    """Plot the curve, and save the model with its card."""
     out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
+    tokenizer.model_max_length = model.config.max_position_embeddings
     records, splits = read_metrics(out), corpus.manifest["splits"]
     held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
     text = f"""\
@@ -194,18 +195,12 @@ An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by mask
 {yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
 ```
 """
-
-    def fill(folder: Path) -> None:
-        model.save_pretrained(folder, state_dict=weights)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(model_card("fill-mask", title, text, command))
-
     if find_spec("matplotlib"):
         from .. import plots
 
         plots.training({title: records}, out / "curve.png")
-    checkpoints.write_folder(out / "model", fill)  # last: it marks the run as finished
+    card = model_card("fill-mask", title, text, command)
+    save_model(out / "model", model, weights, tokenizer, card)  # last: it marks the run as finished
 
 
 def describe(config: LinformerConfig) -> str:
@@ -236,3 +231,14 @@ pipe = pipeline("{task}", model=".")
 {text}
 {sentence(command)}
 """
+
+
+def save_model(
+    folder: Path, model: PreTrainedModel, weights: dict[str, Any], tokenizer: PreTrainedTokenizerBase, card: str
+) -> None:
+    def fill(unfinished: Path) -> None:
+        model.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(card)
+
+    checkpoints.write_folder(folder, fill)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -167,7 +167,10 @@ def _split(
 ) -> TaskData:
     """Number the labels, and hold out the sets that are not given."""
     numbers = {} if names is None else {str(number): number for number in range(len(names))}
-    names = names or _label_names(label for _, _, label in train.rows)
+    if names is None:
+        names = sorted({label for _, _, label in train.rows})
+        if all(re.fullmatch(r"-?\d+", name) for name in names):
+            names.sort(key=int)
     numbers |= {label: number for number, label in enumerate(names)}
     examples = train.examples(numbers)
     if len({example.label for example in examples}) == 1:
@@ -186,12 +189,6 @@ def _split(
         )
     reported_on = f"5% of {train.name}" if test is None else test.name
     return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
-
-
-def _label_names(labels: Iterable[str]) -> list[str]:
-    """The distinct labels, sorted; by value if all of them are numbers."""
-    names = sorted(set(labels))
-    return sorted(names, key=int) if all(re.fullmatch(r"-?\d+", name) for name in names) else names
 
 
 def held_out(text: str, part: int) -> bool:
