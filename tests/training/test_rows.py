@@ -5,9 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast
 
 from linformers.training.corpus import Corpus
 from linformers.training.rows import (
@@ -23,7 +21,7 @@ from linformers.training.rows import (
     longest_first,
 )
 
-from .small import refused
+from .small import WORDS, refused
 
 VOCABULARY = Vocabulary(size=1000, mask=4, pad=1, special=(0, 1, 2, 3, 4))
 
@@ -128,49 +126,28 @@ def test_corpus_that_is_too_small():
 
 # Labeled texts.
 
-WORDS = [f"w{i}" for i in range(20)]
-
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    special = ["<s>", "<pad>", "</s>", "<unk>"]
-    vocabulary = {word: number for number, word in enumerate(special + WORDS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", model_max_length=12)
+def tokenizer(corpus):
+    return Corpus.open(corpus).tokenizer()
 
 
-@pytest.mark.parametrize(
-    ("texts", "max_length", "expected"),
-    [
-        ([("w0 w1", None), ("", None), ("w0 w1 w2 w3 w4 w5 w6", None)], 6, ["0 4 5 2", "0 2", "0 4 5 6 7 2"]),
-        ([("w0 w1 w2 w3 w4 w5", "w9"), ("w0", "w1 w2 w3 w4 w5")], 9, ["0 4 5 6 7 2 2 13 2", "0 4 2 2 5 6 7 8 2"]),
-    ],
-    ids=["texts", "pairs, of which the longer text is truncated"],
-)
-def test_encode(texts, max_length, expected, tokenizer):
-    encoded = encode([Example(*own, label) for label, own in enumerate(texts)], tokenizer, max_length)
-    assert [" ".join(map(str, row["input_ids"])) for row in encoded] == expected
-    assert [row["label"] for row in encoded] == list(range(len(texts)))
+@pytest.mark.parametrize("paired", [False, True], ids=["texts", "pairs"])
+def test_encode(paired, tokenizer):
+    texts = [" ".join(WORDS[: 1 + i % 8]) for i in range(2500)]
+    examples = [Example(texts[i], texts[-1 - i] if paired else None, i % 3) for i in range(2500)]
+    encoded = encode(examples, tokenizer, 9)
+    assert [row["label"] for row in encoded] == [i % 3 for i in range(2500)]
+    assert max(len(row["input_ids"]) for row in encoded) == 9
+    for i in (0, 7, 999, 1000, 1001, 2000, 2499):
+        own = tokenizer(*examples[i][: 1 + paired], truncation="longest_first", max_length=9)["input_ids"]
+        assert encoded[i]["input_ids"].tolist() == own
 
 
-def test_encode_in_several_batches(tokenizer):
-    texts = [" ".join(WORDS[: 1 + i % 7]) for i in range(2500)]
-    encoded = encode([Example(texts[i], texts[-1 - i], i % 3) for i in range(2500)], tokenizer, 9)
-    assert len(encoded) == 2500
-    for i in (0, 999, 1000, 1001, 2000, 2499):
-        alone = tokenizer(texts[i], texts[-1 - i], truncation="longest_first", max_length=9)["input_ids"]
-        assert encoded[i]["input_ids"].tolist() == alone
-        assert encoded[i]["label"] == i % 3
-
-
-@pytest.mark.parametrize(("pair", "max_length"), [(None, 2), ("w1", 4), (None, 0)])
+@pytest.mark.parametrize(("pair", "max_length"), [(None, 2), ("fox", 4), (None, 0)])
 def test_lengths_without_room(pair, max_length, tokenizer):
     with refused(f"max_length={max_length}"):
-        encode([Example("w0", pair, 0)], tokenizer, max_length)
+        encode([Example("the", pair, 0)], tokenizer, max_length)
 
 
 def row(length, label=0):
