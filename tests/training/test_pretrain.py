@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from torch import distributed as dist
 
 from linformers import LinformerForMaskedLM, LinformerForSequenceClassification
 from linformers.training import checkpoints, pretrain
@@ -22,7 +23,8 @@ from linformers.training.prepare import prepare
 from linformers.training.trainer import read_metrics
 
 from ..forks import Command, in_two
-from . import sharding, small
+from ..modes import config
+from . import small
 from .small import refused
 
 ROOT = Path(__file__).parents[2]
@@ -227,10 +229,22 @@ def test_resume_with_other_processes(corpus, single, before, after, tmp_path):
     assert losses(out) == pytest.approx(losses(single), abs=1e-5)
 
 
+def hold_half():
+    """Called in two processes: each holds its half of the weights, and no more."""
+    dist.init_process_group("gloo")
+    model = LinformerForMaskedLM(config())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    pretrain.shard(model)
+    own = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == whole
+    assert own <= 0.55 * whole, (own, whole)
+    os._exit(0)  # as the command line does
+
+
 def test_sharding(corpus, tmp_path):
     with refused("shard=true needs several processes"):
         small.train(small.recipe(corpus, tmp_path, shard=True))
-    run_in_two(sharding.main, tmp_path)
+    run_in_two(hold_half, tmp_path)
 
 
 def test_signal_stops_all_processes_after_the_same_step(corpus, tmp_path):
