@@ -33,11 +33,16 @@ def copy(prepared, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def model(corpus, tmp_path_factory):
-    """A pretrained model."""
-    out = tmp_path_factory.mktemp("pretrained")
+def finished(corpus, tmp_path_factory):
+    """A finished pretraining run; tests that change it work on a copy."""
+    out = tmp_path_factory.mktemp("finished")
     assert small.train(small.recipe(corpus, out)) == 0
-    return out / "model"
+    return out
+
+
+@pytest.fixture(scope="session")
+def model(finished):
+    return finished / "model"
 
 
 @pytest.fixture(scope="session")
@@ -45,10 +50,10 @@ def files(tmp_path_factory):
     """Labeled tables; each kind of sentence has its own words."""
     folder = tmp_path_factory.mktemp("files")
     random = np.random.default_rng(0)
-    for name, rows in (("train", 160), ("test", 40)):
-        lines = [f"{' '.join(random.choice(small.WORDS[6 * (i % 2) :][:6], size=12))}," for i in range(rows)]
-        lines = [f"{line}{('dogs', 'trees')[i % 2]}" for i, line in enumerate(lines)]
-        (folder / f"{name}.csv").write_text("\n".join(["sentence,kind", *lines]) + "\n")
+    for name, count in (("train", 160), ("test", 40)):
+        texts = [" ".join(random.choice(small.WORDS[6 * (i % 2) :][:6], size=12)) for i in range(count)]
+        rows = [{"sentence": text, "kind": ("dogs", "trees")[i % 2]} for i, text in enumerate(texts)]
+        small.write_table(folder / f"{name}.csv", rows)
     return folder
 
 

@@ -1,15 +1,14 @@
 """Kill a training run with SIGKILL again and again, often during a save, and check what is left.
 
-`python -m tests.training.kills` is the long version.
-
-Each run is a fork of this process, which has imported everything, so that a run starts at once.
+`python -m tests.training.kills KILLS INSIDE_A_SAVE` prints counts. Each run is a fork of this process, which has
+imported everything, so that a run starts at once.
 """
 
-import argparse
 import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -67,9 +66,9 @@ def last_logged(out: Path) -> int:
     return max((record["step"] for record in small.read_metrics(out)), default=0)
 
 
-def main(kills: int, inside: int, seed: int) -> dict[str, int]:
+def main(kills: int, inside: int) -> dict[str, int]:
     """Kill runs until there were `kills` kills, at least `inside` of them inside a save."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     counts = {"kills": 0, "inside a save": 0, "runs": 0}
     with tempfile.TemporaryDirectory() as folder:
         data, straight = small.corpus(Path(folder)), Path(folder) / "straight"
@@ -100,8 +99,4 @@ def main(kills: int, inside: int, seed: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--inside", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    print(json.dumps(main(**vars(parser.parse_args()))))
+    print(json.dumps(main(*map(int, sys.argv[1:]))))

@@ -1,12 +1,21 @@
-"""A corpus of a few kilobytes, and recipes that train on it in a second."""
+"""A corpus of a few kilobytes, recipes that train on it in a second, and helpers for tables and damage."""
 
+import csv
+import gzip
+import json
+import lzma
+import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
 import torch
 from rich.console import Console
 from safetensors.numpy import load_file
 
+from linformers.errors import UserError
 from linformers.training import pretrain
 from linformers.training.prepare import prepare
 from linformers.training.recipe import Recipe
@@ -14,44 +23,53 @@ from linformers.training.trainer import read_metrics
 
 QUIET = Console(quiet=True)
 WORDS = ("the", "a", "quick", "brown", "fox", "dog", "jumps", "over", "lazy", "and", "sleeps", "under", "tree", "of")
-MODEL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "projected_length": 8,
-}
+MODEL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+MODEL |= {"max_position_embeddings": 32, "projected_length": 8}
+RECIPE = {"steps": 24, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 4, "short_rows": 0.2, "workers": 0}
+RECIPE |= {"log_every": 3, "eval_every": 8, "eval_rows": 8, "save_every": 5, "compile": "no"}
+
+
+def refused(message: str):
+    """Expect a `UserError` whose message contains this."""
+    return pytest.raises(UserError, match=re.escape(message))
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def write_table(path: Path, rows: list[dict]) -> Path:
+    """Rows as a table of the type that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with opener(path, "wt", encoding="utf-8", newline="") as file:
+        if ".jsonl" in path.suffixes:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if ".tsv" in path.suffixes else ",")
+            table.writeheader()
+            table.writerows(rows)
+    return path
 
 
 def corpus(folder: Path) -> Path:
     """Sentences of a few words, some more frequent than others."""
     random = np.random.default_rng(0)
     lines = [" ".join(WORDS[min(int(random.exponential(4)), 13)] for _ in range(40)) for _ in range(200)]
-    folder.mkdir(parents=True, exist_ok=True)
-    text = folder / "text.jsonl"
-    text.write_text("".join(f'{{"text": "{line}."}}\n' for line in lines))
+    text = write_table(folder / "text.jsonl", [{"text": f"{line}."} for line in lines])
     prepare([str(text)], folder / "corpus", vocab_size=300, validation_share=0.1, workers=1, console=QUIET)
     return folder / "corpus"
 
 
 def recipe(data: Path, out: Path, **fields) -> Recipe:
-    defaults = {
-        "steps": 24,
-        "batch_size": 8,
-        "learning_rate": 3e-3,
-        "warmup_steps": 4,
-        "log_every": 3,
-        "eval_every": 8,
-        "eval_rows": 8,
-        "save_every": 5,
-        "workers": 0,
-        "short_rows": 0.2,
-        "compile": "no",
-        "deterministic": torch.cuda.is_available(),
-    }
-    model = {**MODEL, **fields.pop("model", {})}
-    return Recipe(data=str(data), out=str(out), model=model, **{**defaults, **fields})
+    fields = {**RECIPE, "deterministic": torch.cuda.is_available(), **fields}
+    return Recipe(data=str(data), out=str(out), **fields | {"model": {**MODEL, **fields.get("model", {})}})
 
 
 def train(recipe: Recipe) -> int:

@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from linformers.errors import UserError
 from linformers.training import checkpoints, trainer
 
-from ..forks import context
+from ..forks import CONTEXT
 from . import small
-
-
-@pytest.fixture(scope="module")
-def finished(corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("finished")
-    assert small.train(small.recipe(corpus, out)) == 0
-    return out
+from .small import refused
 
 
 @pytest.fixture
@@ -34,38 +27,30 @@ def run(finished, tmp_path):
 
 
 def truncate(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:-100])
-    return f"{path} has {len(content) - 100} bytes, expected {len(content)}"
+    path.write_bytes(path.read_bytes()[:-100])
+    return f"{path} has {path.stat().st_size} bytes, expected {path.stat().st_size + 100}"
 
 
 def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    small.flip(path)
     return f"{path} has sha256 "
 
 
 def remove(path):
-    size = path.stat().st_size
     path.unlink()
-    return f"{path} is missing, expected {size} bytes"
+    return f"{path} is missing"
 
 
 @pytest.mark.parametrize("spoil", [truncate, flip, remove])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training.json"])
 def test_damaged_checkpoint_is_named_and_skipped(run, name, spoil):
     assert [checkpoints.step_of(folder) for folder in checkpoints.list_checkpoints(run)] == [24, 20]
-    expected = spoil(run / "checkpoint-24" / name)
-    messages = []
+    assert checkpoints.newest_intact(run, pytest.fail) == run / "checkpoint-24"
+    expected, messages = spoil(run / "checkpoint-24" / name), []
     assert checkpoints.newest_intact(run, messages.append) == run / "checkpoint-20"
     (message,) = messages
     assert "step 24" in message
     assert expected in message
-
-
-def test_intact_checkpoints_are_not_reported(run):
-    assert checkpoints.newest_intact(run, pytest.fail) == run / "checkpoint-24"
 
 
 def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
@@ -76,11 +61,10 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
 
 
 def test_damage_of_the_manifest(tmp_path):
-    assert checkpoints.damage(tmp_path).endswith("manifest.json is missing")
-    (tmp_path / "weights").write_text("abc")
+    assert "manifest.json is missing" in checkpoints.damage(tmp_path)
     for wrong in ("{", "[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
         (tmp_path / "manifest.json").write_text(wrong)
-        assert checkpoints.damage(tmp_path).endswith("manifest.json is not a list of files")
+        assert "not a list of files" in checkpoints.damage(tmp_path)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):
@@ -93,24 +77,21 @@ def test_full_disk(corpus, tmp_path, monkeypatch):
         original(tensors, path, **kwargs)
 
     monkeypatch.setattr(trainer, "save_file", save_file)
-    with pytest.raises(UserError, match=r"checkpoint-10 could not be written .*No space left.* step 5"):
+    with refused("checkpoint-10 could not be written") as error:
         small.train(small.recipe(corpus, tmp_path))
+    assert "No space left" in str(error.value)
+    assert "step 5" in str(error.value)
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-5"]
     assert checkpoints.damage(tmp_path / "checkpoint-5") is None
 
 
-def test_remains_of_a_kill_are_removed(corpus, tmp_path):
-    (tmp_path / ".checkpoint-5.unfinished").mkdir()
-    (tmp_path / ".checkpoint-5.unfinished" / "model.safetensors").write_bytes(b"half")
-    assert small.train(small.recipe(corpus, tmp_path, steps=6)) == 0
-    assert not list(tmp_path.glob(".*unfinished*"))
-
-
 def test_only_the_newest_are_kept(tmp_path):
-    for step in (2, 10, 4, 8):
+    (tmp_path / ".checkpoint-5.unfinished").mkdir()  # what a kill left behind
+    (tmp_path / ".checkpoint-5.unfinished" / "model.safetensors").write_bytes(b"half")
+    for step in (2, 10, 4, 8, "8-copy"):
         (tmp_path / f"checkpoint-{step}").mkdir()
     checkpoints.remove_old(tmp_path, keep=2, protected=tmp_path / "checkpoint-2")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-8", "checkpoint-2"}
+    assert {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} == {"10", "8", "2", "8-copy"}
 
 
 def test_random_state_is_restored():
@@ -138,9 +119,9 @@ def lock(folder):
 
 def test_locked_folder(tmp_path):
     with checkpoints.locked(tmp_path):
-        with pytest.raises(UserError, match=f"out='{tmp_path}' is in use"):
+        with refused(f"out='{tmp_path}' is in use"):
             lock(tmp_path)
-        process = context().Process(target=lock, args=(tmp_path,))
+        process = CONTEXT.Process(target=lock, args=(tmp_path,))
         process.start()
         process.join()
         assert process.exitcode == 1
@@ -148,36 +129,34 @@ def test_locked_folder(tmp_path):
 
 
 def test_folder_of_another_run(tmp_path):
-    assert checkpoints.claim(tmp_path, "pretrain", {"seed": 1}) == {"kind": "pretrain", "seed": 1}
-    assert checkpoints.claim(tmp_path, "pretrain", {"seed": 2})["seed"] == 2  # nothing was trained yet
+    def claim(kind="pretrain", **settings):
+        checkpoints.claim(tmp_path, kind, settings, free=["log"])
+        return json.loads((tmp_path / "run.json").read_text())
+
+    assert claim(model={"k": 1}) == {"kind": "pretrain", "model": {"k": 1}}
+    assert claim(model={"k": 2}, log=1)["model"] == {"k": 2}  # nothing was trained yet
     (tmp_path / "checkpoint-1").mkdir()
-    assert checkpoints.claim(tmp_path, "pretrain", {"seed": 3})["seed"] == 2
-    with pytest.raises(UserError, match="holds a run of linformers pretrain"):
-        checkpoints.claim(tmp_path, "finetune", {})
+    assert claim(model={"k": 2}, log=5)["log"] == 1
+    with refused("model.k was 2 and is now 3; seed was None and is now 1;"):
+        claim(model={"k": 3}, seed=1)
+    with refused("holds a run of linformers pretrain"):
+        claim("finetune")
     for content in ("", "{}", "[]"):
         (tmp_path / "run.json").write_text(content)
-        with pytest.raises(UserError, match=r"run.json is damaged"):
-            checkpoints.claim(tmp_path, "pretrain", {})
+        with refused("run.json is damaged"):
+            claim()
     (tmp_path / "run.json").unlink()
-    with pytest.raises(UserError, match="unknown origin"):
-        checkpoints.claim(tmp_path, "pretrain", {})
+    with refused("unknown origin"):
+        claim()
 
 
-def kill(**options):
-    """Run the harness of `kills.py`."""
-    command = [sys.executable, "-m", "tests.training.kills", *(f"--{name}={value}" for name, value in options.items())]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("kills", "inside"), [(6, 3), pytest.param(50, 15, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_kills(kills, inside):
+    command = [sys.executable, "-m", "tests.training.kills", str(kills), str(inside)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     counts = json.loads(result.stdout.splitlines()[-1])
-    assert counts["kills"] >= options["kills"]
-    assert counts["inside a save"] >= options["inside"]
-
-
-def test_a_few_kills():
-    kill(kills=6, inside=3)
-
-
-@pytest.mark.long
-def test_fifty_kills():
-    kill(kills=50, inside=15, seed=1)
+    assert counts["kills"] >= kills
+    assert counts["inside a save"] >= inside

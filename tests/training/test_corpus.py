@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from linformers.training import corpus, prepare
 from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash
 
+from .small import flip, refused
 from .texts import TEXTS, run
 
 
@@ -34,7 +36,7 @@ def test_shards_are_one_stream(prepared):
 @pytest.mark.parametrize(("start", "count"), [(-1, 5), (0, 10**9), (5, -1)])
 def test_reading_past_the_ends_is_refused(prepared, start, count):
     stream = Corpus.open(prepared).tokens("train")
-    with pytest.raises(ValueError, match=f"tokens {start} to {start + count} .* {len(stream)}"):
+    with refused(f"tokens {start} to {start + count} are out of range: there are {len(stream)}"):
         stream.read(start, count)
 
 
@@ -52,20 +54,16 @@ def test_few_maps_are_open_and_none_is_pickled(prepared, monkeypatch):
 
 def test_the_manifest_is_true(prepared, source):
     manifest = json.loads((prepared / "manifest.json").read_text())
-    assert manifest["format"] == 1
-    assert manifest["sources"] == [source]
-    assert manifest["validation_sources"] == []
-    assert manifest["vocab_size"] == 400
-    assert manifest["dtype"] == "uint16"
-    assert manifest["tokenizer"] == tokenizer_hash(prepared / "tokenizer")
-    named = []
+    expected = {"format": 1, "dtype": "uint16", "vocab_size": 400, "eos_token_id": 2, "sources": [source]}
+    expected |= {"validation_sources": [], "tokenizer": tokenizer_hash(prepared / "tokenizer")}
+    assert {name: manifest[name] for name in expected} == expected
     for split in manifest["splits"].values():
         assert split["tokens"] == sum(shard["tokens"] for shard in split["shards"])
         for shard in split["shards"]:
             data = (prepared / shard["file"]).read_bytes()
             assert (shard["bytes"], shard["tokens"]) == (len(data), len(data) // 2)
             assert shard["sha256"] == hashlib.sha256(data).hexdigest()
-            named.append(shard["file"])
+    named = [shard["file"] for split in manifest["splits"].values() for shard in split["shards"]]
     assert sorted(named) == sorted(path.name for path in prepared.glob("*.bin"))
     assert not list(prepared.glob(".*unfinished"))
     assert manifest["splits"]["train"]["documents"] + manifest["splits"]["validation"]["documents"] == len(TEXTS)
@@ -97,44 +95,37 @@ def test_the_tokenizers_hash_is_that_of_what_it_does(prepared, tmp_path):
     assert tokenizer_hash(tmp_path) != opened.tokenizer_hash
 
 
-def test_a_flipped_bit_is_found(copy):
-    path = copy / "train-00003.bin"
-    data = bytearray(path.read_bytes())
-    expected = hashlib.sha256(data).hexdigest()
-    data[777] ^= 4
-    path.write_bytes(data)
-    opened = Corpus.open(copy)
-    found = hashlib.sha256(data).hexdigest()
-    with pytest.raises(ValueError, match=rf"train-00003\.bin .* {found}, expected {expected}"):
-        opened.verify()
-
-
-def test_a_shard_of_another_size_is_named(copy):
-    os.truncate(copy / "train-00003.bin", 1500)
-    with pytest.raises(ValueError, match=r"train-00003\.bin has 1500 bytes, expected 2000"):
-        Corpus.open(copy)
-    (copy / "train-00003.bin").unlink()
-    with pytest.raises(ValueError, match=r"train-00003\.bin is missing, expected 2000 bytes"):
-        Corpus.open(copy)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.truncate(path, 1500), "has 1500 bytes, expected 2000"),
+        (Path.unlink, "is missing, expected 2000 bytes"),
+        (flip, "has sha256"),
+    ],
+    ids=["truncated", "missing", "flipped bit"],
+)
+def test_damaged_shard_is_named(damage, message, copy):
+    damage(copy / "train-00003.bin")
+    if damage is flip:
+        Corpus.open(copy)  # reads sizes alone
+        with refused(f"train-00003.bin {message}"):
+            Corpus.open(copy).verify()
+    else:
+        with refused(f"train-00003.bin {message}"):
+            Corpus.open(copy)
 
 
 def test_another_tokenizer_is_found(copy):
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"lstrip": true', '"lstrip": false'))
-    with pytest.raises(ValueError, match=rf"{copy / 'tokenizer'} has the hash \w{{64}}, expected \w{{64}}$"):
+    with refused(f"{copy / 'tokenizer'} has the hash"):
         Corpus.open(copy).verify()
 
 
 def test_folders_that_are_no_corpus(copy, tmp_path):
-    with pytest.raises(ValueError, match=f"^data='{tmp_path}' holds no corpus"):
+    with refused(f"data='{tmp_path}' holds no corpus"):
         Corpus.open(tmp_path)
-    with pytest.raises(ValueError, match="split='test' is not one of 'train', 'validation'"):
-        Corpus.open(copy).tokens("test")
-    for content, message in [
-        ("{", r"manifest\.json is damaged"),
-        ('{"format": 2}', r"manifest\.json has format 2, expected 1"),
-        ("[]", "has format None"),
-    ]:
+    for content, message in [("{", "is damaged"), ('{"format": 2}', "has format 2"), ("[]", "has format None")]:
         (copy / "manifest.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
+        with refused(f"manifest.json {message}"):
             Corpus.open(copy)

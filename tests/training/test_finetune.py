@@ -12,18 +12,14 @@ from rich.console import Console
 from transformers import pipeline
 
 from linformers import LinformerConfig
-from linformers.errors import UserError
 from linformers.training import finetune, tasks
 
 from . import small
+from .small import refused
 from .test_trainer import SignalAt
 
 SETTINGS = finetune.Settings(seeds=2, epochs=3, batch_size=8, learning_rate=3e-3)
 ONE = finetune.Settings(seeds=1, epochs=1, batch_size=8, max_length=16)
-
-
-def refused(message):
-    return pytest.raises(UserError, match=message)
 
 
 def run(task, model, out, settings=SETTINGS, console=small.QUIET):
@@ -31,34 +27,28 @@ def run(task, model, out, settings=SETTINGS, console=small.QUIET):
 
 
 def table(path, rows, labels=("cat", "dog")):
-    lines = [f"{labels[i % len(labels)]} {i} sits,{labels[i % len(labels)]}" for i in range(rows)]
-    path.write_text("text,label\n" + "\n".join(lines) + "\n")
+    names = [labels[i % len(labels)] for i in range(rows)]
+    small.write_table(path, [{"text": f"{name} {i} sits", "label": name} for i, name in enumerate(names)])
     return tasks.load(str(path))
 
 
 def test_results(tuned, task):
     results = json.loads((tuned / "results.json").read_text())
-    assert [seed["seed"] for seed in results["seeds"]] == [0, 1]
-    accuracies = [seed["accuracy"] for seed in results["seeds"]]
-    assert results["accuracy"] == pytest.approx([np.mean(accuracies), np.std(accuracies, ddof=1)])
+    seeds = results["seeds"]
+    assert [seed["seed"] for seed in seeds] == [0, 1]
+    accuracies = [seed["accuracy"] for seed in seeds]
     assert min(accuracies) > 0.9  # it is an easy task
-    assert results["rows"] == len(task.test) == 40
-    assert (results["reported_on"], results["f1_of"]) == ("test.csv", "'trees'")
+    mean, deviation = np.mean(accuracies), np.std(accuracies, ddof=1)
+    assert results["accuracy"] == pytest.approx([mean, deviation])
+    assert f"accuracy: {mean:.4f} ± {deviation:.4f}" in (tuned / "model" / "README.md").read_text()
+    assert (results["rows"], results["reported_on"], results["f1_of"]) == (40, "test.csv", "'trees'")
     for seed in (0, 1):
         assert (tuned / f"seed-{seed}" / "best" / "model.safetensors").exists()
         assert not any((tuned / f"seed-{seed}").glob("*checkpoint-*"))
-
-
-def test_best_model_is_saved_with_its_labels(tuned, task):
-    classify = pipeline("text-classification", model=str(tuned / "model"))
+    classify = pipeline("text-classification", model=str(tuned / "model"))  # the best model, with its labels
     answers = classify([example.text for example in task.test])
     right = [answer["label"] == task.label_names[own.label] for answer, own in zip(answers, task.test, strict=True)]
-    seeds = json.loads((tuned / "results.json").read_text())["seeds"]
-    best = max(seeds, key=lambda seed: seed["validation_accuracy"])
-    assert np.mean(right) == pytest.approx(best["accuracy"])
-    accuracies = [seed["accuracy"] for seed in seeds]
-    expected = f"accuracy: {np.mean(accuracies):.4f} ± {np.std(accuracies, ddof=1):.4f}"
-    assert expected in (tuned / "model" / "README.md").read_text()
+    assert np.mean(right) == pytest.approx(max(seeds, key=lambda seed: seed["validation_accuracy"])["accuracy"])
 
 
 def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatch):
@@ -78,11 +68,10 @@ def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatc
 @pytest.mark.parametrize(("accuracies", "epoch"), [((1, 1, 1), 3), ((0.5, 1, 0.5), 2), ((0.5, 1, 1), 3)])
 def test_of_equal_models_the_later_is_selected(task, model, tmp_path, monkeypatch, accuracies, epoch):
     left = iter((*accuracies, 0))  # the last one is that of the test set
-    monkeypatch.setattr(finetune, "_metrics", lambda prediction: {"accuracy": next(left), "f1": 0})
-    settings = finetune.Settings(seeds=1, epochs=3, batch_size=16)
-    assert run(task, model, tmp_path, settings) == 0
+    monkeypatch.setattr(finetune, "classification_metrics", lambda *own: {"accuracy": next(left), "f1": 0})
+    assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=3, batch_size=16)) == 0
     result = json.loads((tmp_path / "seed-0" / "result.json").read_text())
-    assert result["step"] == epoch * settings.steps_per_epoch(len(task.train))
+    assert result["step"] == epoch * (len(task.train) // 16)
     assert result["validation_accuracy"] == 1
 
 
@@ -137,7 +126,7 @@ def test_finished_seeds_are_not_run_again(tuned, task, model, tmp_path, monkeypa
     out = Path(shutil.copytree(tuned, tmp_path / "copy"))
     expected = json.loads((out / "seed-1" / "result.json").read_text())
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "run_seed", lambda seed, *args: pytest.fail(f"seed {seed}"))
+        patch.setattr(finetune.FineTuning, "train", lambda self, seed, folder: pytest.fail(f"seed {seed}"))
         assert run(task, model, out) == 0
     shutil.rmtree(out / "seed-1" / "best")
     assert run(task, model, out) == 0
@@ -145,55 +134,37 @@ def test_finished_seeds_are_not_run_again(tuned, task, model, tmp_path, monkeypa
     assert json.loads((out / "seed-1" / "result.json").read_text()) == expected
 
 
-def test_one_seed_has_no_deviation(task, model, tmp_path, capsys):
-    assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=1, batch_size=8), Console(width=200)) == 0
-    accuracy, deviation = json.loads((tmp_path / "results.json").read_text())["accuracy"]
-    assert deviation is None
-    shown, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
-    assert f"accuracy in %: {100 * accuracy:.2f} " in shown
-    assert f"accuracy: {accuracy:.4f}\n" in card
-    assert "±" not in shown + card
-
-
-def test_folders_of_other_runs(tuned, task, model, tmp_path):
+def test_folders_of_other_runs(tuned, task, model, corpus, tmp_path):
     out = Path(shutil.copytree(tuned, tmp_path / "copy"))
-    with refused("holds a run with learning_rate=0.003, not 0.1"):
+    with refused("learning_rate was 0.003 and is now 0.1"):
         run(task, model, out, finetune.Settings(seeds=2, batch_size=8, learning_rate=0.1))
-    with refused("holds a run with other data"):
+    with refused("hash.data was"):
         run(table(tmp_path / "a.csv", 140), model, out)
     with refused("holds 2 seeds, more than seeds=1"):
         run(task, model, out, finetune.Settings(seeds=1, epochs=3, batch_size=8, learning_rate=3e-3))
     with refused("holds a run of linformers pretrain"):
         run(task, model, model.parent)
     with refused("holds a run of linformers finetune"):
-        small.train(small.recipe(json.loads((model.parent / "run.json").read_text())["recipe"]["data"], out))
+        small.train(small.recipe(corpus, out))
     shutil.copytree(model, tmp_path / "model")
     with refused("holds a model of unknown origin"):
         run(task, model, tmp_path)
 
 
-def test_other_weights_in_the_folder_of_the_model(task, model, corpus, tmp_path):
-    copy, out = tmp_path / "pretrained" / "model", tmp_path / "out"
-    shutil.copytree(model, copy)
-    assert run(task, copy, out, ONE) == 0
-    shutil.rmtree(copy.parent)
-    assert small.train(small.recipe(corpus, copy.parent, steps=4, seed=1)) == 0
-    with refused("holds a run with other weights"):
-        run(task, copy, out, ONE)
-
-
-def test_failed_attempt_does_not_claim_a_folder(model, task, tmp_path):
+def test_other_weights_in_the_folder_of_the_model(task, model, tmp_path):
+    copy, out = Path(shutil.copytree(model, tmp_path / "pretrained")), tmp_path / "out"
     with refused("max_length=2 leaves no room"):
-        run(task, model, tmp_path / "out", finetune.Settings(max_length=2))
-    assert run(task, model, tmp_path / "out", ONE) == 0
+        run(task, copy, out, finetune.Settings(max_length=2))
+    assert run(task, copy, out, ONE) == 0  # a failed attempt does not claim a folder
+    small.flip(copy / "model.safetensors")
+    with refused("hash.weights was"):
+        run(task, copy, out, ONE)
 
 
 def test_damaged_best_weights_are_not_saved_as_the_model(tuned, task, model, tmp_path):
     out = Path(shutil.copytree(tuned, tmp_path / "out"))
     for weights in out.glob("seed-*/best/model.safetensors"):
-        content = bytearray(weights.read_bytes())
-        content[-5] ^= 1
-        weights.write_bytes(content)
+        small.flip(weights)
     with refused("the best weights are damaged: "):
         run(task, model, out)
 
@@ -215,7 +186,7 @@ def test_fine_tuned_model_with_other_labels(tuned, tmp_path):
 @pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])
 @pytest.mark.parametrize(("rate", "low"), [(5e-5, True), (1e-3, False)])
 def test_warning_of_few_steps(epochs, few, rate, low, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(finetune, "run_seed", lambda *rest: 1)  # nothing is trained
+    monkeypatch.setattr(finetune.FineTuning, "train", lambda *rest: 1)  # nothing is trained
     task = table(tmp_path / "a.csv", 40)
     settings = finetune.Settings(epochs=epochs, batch_size=len(task.train) // 4, learning_rate=rate)
     assert run(task, model, tmp_path / "out", settings, Console(width=200)) == 1

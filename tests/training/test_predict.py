@@ -3,29 +3,22 @@
 import io
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from linformers.errors import UserError
-from linformers.training import finetune, predict, prepare, pretrain
+from linformers.training import predict
 
-from . import kills, small
-
-
-def refused(message):
-    return pytest.raises(UserError, match=re.escape(message))
+from . import small
+from .small import refused
 
 
 def answers(model, lines, **options):
     out = io.StringIO()
-    count = predict.predict_lines(model, lines, out, **options)
-    rows = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert count == len(rows)
-    return rows
+    predict.predict_lines(model, lines, out, **options)
+    return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
 def evaluate(model, **options):
@@ -33,10 +26,11 @@ def evaluate(model, **options):
 
 
 def test_labels(tuned, task):
-    texts = [example.text for example in task.test]
-    rows = answers(tuned / "model", [f"{text}\n" for text in texts], batch_size=7)
+    texts = [*(example.text for example in task.test), "the dog " * 200]  # the last one is truncated
+    *rows, blank = answers(tuned / "model", [f"{text}\n" for text in (*texts, " ")], batch_size=7)
     assert [row["text"] for row in rows] == texts
     assert {row["label"] for row in rows} == {"dogs", "trees"}
+    assert blank == {"text": " ", "error": "the line is blank"}
 
 
 def test_words(model):
@@ -45,12 +39,6 @@ def test_words(model):
     assert 1 > row["guesses"][0]["score"] >= row["guesses"][1]["score"] > 0
     tokens = [{"token_str": token, "score": 1} for token in (" fox", "fox", "\n", " ")]
     assert [guess["word"] for guess in predict._guesses(tokens)["guesses"]] == ["fox", "fox", "\n", " "]
-
-
-def test_long_lines_are_truncated_and_blank_ones_have_no_label(tuned):
-    cut, blank = answers(tuned / "model", ["the dog " * 200, " "])
-    assert "label" in cut
-    assert blank == {"text": " ", "error": "the line is blank"}
 
 
 def test_checkpoints_are_models(model):
@@ -84,7 +72,7 @@ def test_files_and_standard_input(encoding, model, tmp_path, monkeypatch):
     predict.predict(model, None, again)
     assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == ["a <mask>", "the <mask>"]
     assert json.loads(again.getvalue().splitlines()[0])["text"] == "a \ufffd <mask>"
-    with refused(f"file={str(tmp_path)!r}"):
+    with refused(f"{tmp_path} cannot be read"):
         predict.predict(model, tmp_path, out)
 
 
@@ -93,7 +81,7 @@ def test_wrong_arguments_of_predict(tuned, model, corpus, tmp_path):
         answers(tuned / "model", ["a\tb", "a b"], pairs=True)
     with refused("pairs has no effect on model="):
         answers(model, [], pairs=True)
-    with refused("holds no model"):
+    with refused("contains no model"):
         answers(corpus, [])
     with refused("best=100000 exceeds the 300 tokens"):
         answers(model, [], best=100_000)
@@ -108,13 +96,12 @@ def test_wrong_arguments_of_predict(tuned, model, corpus, tmp_path):
         answers(tmp_path / "model", ["a <mask>"])
 
 
-def test_evaluate(tuned, model, task, corpus, files):
+def test_evaluate(tuned, model, corpus, files):
     results = json.loads((tuned / "results.json").read_text())
     best = max(results["seeds"], key=lambda seed: seed["validation_accuracy"])
     found = evaluate(tuned / "model", task=str(files / "test.csv"), text="sentence", label="kind")
     assert found["accuracy"] == pytest.approx(best["accuracy"])
     assert (found["f1"], found["rows"], found["f1_of"]) == (pytest.approx(best["f1"]), 40, "'trees'")
-    assert predict.score(tuned / "model", task, small.QUIET)["accuracy"] == pytest.approx(best["accuracy"])
     expected = small.read_metrics(model.parent)[-1]["perplexity"]
     assert evaluate(model, data=corpus, rows=8)["perplexity"] == pytest.approx(expected, rel=1e-4)
     few, many = (evaluate(model, data=corpus, mask_share=share)["masked_tokens"] for share in (0.15, 0.5))
@@ -127,8 +114,8 @@ def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
         (model, {"data": corpus, "label": "stars"}, "label='stars' has no effect on perplexity"),
         (classifier, {"task": file, "rows": 5}, f"rows=5 has no effect on task={file!r}"),
         (model, {}, "data is missing"),
-        (classifier, {"data": corpus}, "is not a masked-language model"),
-        (model, {"task": file}, "is not a classifier"),
+        (classifier, {"data": corpus}, "is for text-classification, not for fill-mask"),
+        (model, {"task": file}, "is for fill-mask, not for text-classification"),
         (classifier, {"task": file, "data": corpus}, f"has no effect on task={file!r}"),
         (classifier, {"task": "none.csv"}, "task='none.csv'"),
         (classifier, {"task": "sst3"}, "task='sst3' is not one of"),
@@ -138,29 +125,10 @@ def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
     ]:
         with refused(message):
             evaluate(own, **options)
-    other = [f"{text},{label}" for text, label in (("a b", "x"), ("c d", "y"))]
-    (tmp_path / "other.csv").write_text("text,label\n" + "\n".join(other) + "\n")
-    with refused("has the label 'x'"):
-        evaluate(classifier, task=str(tmp_path / "other.csv"))
-
-
-def test_whole_path(files, tmp_path):
-    """Prepare, pretrain, kill, resume, fine-tune, evaluate and predict."""
-    data, out = small.corpus(tmp_path), tmp_path / "run"
-    assert prepare.MANIFEST in {path.name for path in data.iterdir()}
-    child = kills.start(data, out)
-    while not any(out.glob("checkpoint-*")):
-        assert not kills.ended(child)
-    assert kills.kill_after(child, 0)
-    recipe = small.recipe(data, out, save_every=kills.SAVE_EVERY, steps=kills.STEPS)
-    assert pretrain.run(recipe, small.QUIET, "") == 0
-    assert small.train(small.recipe(data, tmp_path / "straight", save_every=kills.SAVE_EVERY, steps=kills.STEPS)) == 0
-    small.assert_same_run(out, tmp_path / "straight")
-    arguments = {"text": "sentence", "label": "kind", "seeds": 1, "epochs": 1, "batch_size": 8}
-    code = finetune.finetune(
-        str(files / "train.csv"), tmp_path / "tuned", model=out / "model", console=small.QUIET, command="", **arguments
-    )
-    assert code == 0
-    (row,) = answers(tmp_path / "tuned" / "model", ["the quick fox"])
-    assert row["label"] in ("dogs", "trees")
-    assert evaluate(out / "model", data=data)["perplexity"] > 1
+    rows = [{"text": f"a {i}", "sentence": f"b {i}", "label": i % 2} for i in range(300)]
+    for split in ("train", "validation"):
+        table = small.write_table(tmp_path / "sst2" / f"{split}.csv", rows)
+    with refused("has the label '0'"):
+        evaluate(classifier, task=str(table))
+    with refused("has the labels ['dogs', 'trees'], task 'sst2' has"):
+        evaluate(classifier, task="sst2", data=tmp_path)

@@ -1,55 +1,23 @@
 """Text to tokens and back: nothing is lost, held-out text is not trained on, a kill leaves nothing half done."""
 
-import gzip
 import json
-import lzma
-import os
 import resource
 import shutil
-import signal
 import sys
 import types
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from linformers.errors import UserError
-from linformers.training import checkpoints, corpus, prepare
+from linformers.training import checkpoints, prepare
 from linformers.training.corpus import Corpus
 
-from ..forks import context
+from ..forks import CONTEXT
+from .small import refused
 from .texts import TEXTS, contents, run, text, texts_of, write_jsonl
-
-
-def refused(message):
-    return pytest.raises(UserError, match=message)
-
-
-def test_every_type_of_file(tmp_path):
-    folder = tmp_path / "text"
-    (folder / "deep" / "er").mkdir(parents=True)
-    parts = [TEXTS[i : i + 10] for i in range(0, 60, 10)]
-    write_jsonl(folder / "a.jsonl", parts[0])
-    rows = "".join('"' + item.replace('"', '""') + '"\r\n' for item in parts[1])
-    (folder / "b.csv").write_text("text\r\n" + rows, newline="")
-    pyarrow.parquet.write_table(pyarrow.table({"text": parts[2], "n": range(10)}), folder / "c.parquet")
-    packed = "".join(json.dumps({"text": item}) + "\n" for item in parts[3]).encode()
-    (folder / "deep" / "d.jsonl.gz").write_bytes(gzip.compress(packed))
-    (folder / "deep" / "er" / "e.txt.xz").write_bytes(lzma.compress(parts[4][0].encode()))
-    (folder / "f.txt").write_text(parts[5][0], newline="")
-    expected = [*parts[0], *parts[1], *parts[2], *parts[3], parts[4][0], parts[5][0]]
-    held_out = write_jsonl(tmp_path / "v.jsonl", TEXTS[:3])
-    run([folder], tmp_path / "out", validation=[held_out])
-    opened = Corpus.open(tmp_path / "out")
-    opened.verify()
-    assert opened.manifest["validation_sources"] == [held_out]
-    assert texts_of(opened, "train") == expected
-    assert texts_of(opened, "validation") == TEXTS[:3]
 
 
 def test_long_documents(tmp_path):
@@ -89,6 +57,7 @@ def test_validation_files_are_not_trained_on(tmp_path):
     opened = Corpus.open(tmp_path / "out")
     assert texts_of(opened, "train") == TEXTS[:50] + TEXTS[60:70]
     assert texts_of(opened, "validation") == TEXTS[50:60]
+    assert opened.manifest["validation_sources"] == held
     shown = console.export_text()
     assert "train: 60 documents" in shown
     assert f"Written to {tmp_path / 'out'}" in shown
@@ -101,37 +70,29 @@ def test_result_does_not_depend_on_workers(prepared, source, tmp_path, monkeypat
     assert contents(prepared) == contents(tmp_path / "again") == contents(tmp_path / "two")
 
 
-class FakeDatasets(types.ModuleType):
-    """The part of the package datasets that is used."""
+def test_datasets_of_the_hub(tmp_path, monkeypatch):
+    asked = set()
 
-    def __init__(self):
-        super().__init__("datasets")
-        self.asked = []
-
-    def load_dataset(self, path, name=None, *, split, streaming):
-        self.asked.append((path, name, split, streaming))
+    def load_dataset(path, name=None, *, split, streaming):
+        asked.add((path, name, split, streaming))
         if path == "some/none":
             raise FileNotFoundError("Dataset 'some/none' doesn't exist on the Hub\nmore")
         part = TEXTS[:50] if split == "train" else TEXTS[50:60]
         return ({"text": item, "id": number} for number, item in enumerate(["", *part]))
 
-
-def test_datasets_of_the_hub(tmp_path, monkeypatch):
-    fake = FakeDatasets()
-    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     manifest = run(["wikitext"], tmp_path / "out")
-    assert set(fake.asked) == {("wikitext", None, "train", True)}
+    assert asked == {("wikitext", None, "train", True)}
     assert sum(split["documents"] for split in manifest["splits"].values()) == 50
-    fake.asked.clear()
     run(["some/name:config"], tmp_path / "two", validation=["some/name:config"])
-    assert set(fake.asked) == {("some/name", "config", "train", True), ("some/name", "config", "validation", True)}
+    assert asked >= {("some/name", "config", split, True) for split in ("train", "validation")}
     assert texts_of(Corpus.open(tmp_path / "two"), "validation") == TEXTS[50:60]
-    with refused("'wikitext' has no column 'body'; its columns are 'text', 'id'"):
+    with refused("wikitext has no column 'body'; its columns are 'text', 'id'"):
         run(["wikitext"], tmp_path / "three", text_column="body")
-    with refused(r"'some/none' is not a file or folder.* Hub$"):
+    with refused("'some/none' is not a file or folder"):
         run(["some/none"], tmp_path / "four")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused(r"'some/name' is not a file or folder.*pip install 'linformers\[hub\]'"):
+    with refused("pip install 'linformers[hub]'"):
         run(["some/name"], tmp_path / "five")
 
 
@@ -151,9 +112,8 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_arguments(options, message, source, tmp_path):
-    with refused(r"^[^\n]*$") as error:
+    with refused(message):
         run([source], tmp_path / "out", **options)
-    assert message in str(error.value)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -162,10 +122,10 @@ def test_wrong_sources(prepared, source, tmp_path):
     (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
     empty, other = str(tmp_path / "empty.jsonl"), str(tmp_path / "other.jsonl")
     for sources, options, message in [
-        ([], {}, r"sources=\[\] leave nothing to train on"),
+        ([], {}, "sources=[] leave nothing to train on"),
         ([source], {"validation": [source, "missing.txt"]}, "source 'missing.txt' does not exist"),
         (["no such name"], {}, "source 'no such name' does not exist"),
-        (["../nowhere"], {}, r"source '\.\./nowhere' does not exist"),
+        (["../nowhere"], {}, "source '../nowhere' does not exist"),
         ([empty], {}, "no documents for train"),
         ([source], {"validation": [empty]}, "no documents for validation"),
         ([source], {"validation": [other]}, "no column 'text'"),
@@ -241,45 +201,42 @@ def test_existing_tokenizer(prepared, source, tmp_path):
     assert taken == trained
 
 
+def change_tokenizer(prepared, folder, *removed, **added):
+    """A tokenizer with other settings."""
+    own = Path(shutil.copytree(prepared / "tokenizer", folder / "own"))
+    settings = json.loads((own / "tokenizer_config.json").read_text()) | added
+    kept = {name: value for name, value in settings.items() if name not in removed}
+    (own / "tokenizer_config.json").write_text(json.dumps(kept))
+    return str(own)
+
+
 @pytest.mark.parametrize("missing", ["pad", "eos", "mask"])
 def test_tokenizer_without_a_special_token(missing, prepared, source, tmp_path):
-    own = Path(shutil.copytree(prepared / "tokenizer", tmp_path / "own"))
-    settings = json.loads((own / "tokenizer_config.json").read_text())
-    for name in ("eos", "sep") if missing == "eos" else (missing,):
-        del settings[f"{name}_token"]
-    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = change_tokenizer(prepared, tmp_path, f"{missing}_token", *(["sep_token"] if missing == "eos" else []))
     with refused(f"tokenizer='{own}' has no {missing} token"):
-        run([source], tmp_path / "out", tokenizer=str(own))
+        run([source], tmp_path / "out", tokenizer=own)
     assert not (tmp_path / "out").exists()
 
 
 def test_tokenizer_like_berts_ends_documents_with_its_separator(prepared, source, tmp_path):
-    own = Path(shutil.copytree(prepared / "tokenizer", tmp_path / "own"))
-    settings = json.loads((own / "tokenizer_config.json").read_text())
-    del settings["eos_token"]
-    settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    (own / "tokenizer_config.json").write_text(json.dumps(settings))
-    run([source], tmp_path / "out", tokenizer=str(own))
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    run(
+        [source], tmp_path / "out", tokenizer=change_tokenizer(prepared, tmp_path, "eos_token", model_input_names=names)
+    )
     opened = Corpus.open(tmp_path / "out")
-    assert list(opened.tokenizer()("a text", "another")) == ["input_ids", "attention_mask"]
-    assert opened.tokenizer().eos_token == settings["sep_token"]
-    stream = opened.tokens("train")
-    assert stream.read(len(stream) - 1, 1).tolist() == [opened.tokenizer().eos_token_id]
+    tokenizer, stream = opened.tokenizer(), opened.tokens("train")
+    assert list(tokenizer("a text", "another")) == ["input_ids", "attention_mask"]
+    assert tokenizer.eos_token == tokenizer.sep_token
+    assert stream.read(len(stream) - 1, 1).tolist() == [tokenizer.eos_token_id]
 
 
 def test_slow_tokenizer_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: types.SimpleNamespace(is_fast=False))
-    with refused(r"tokenizer='x' has no tokenizer\.json"):
+    with refused("tokenizer='x' has no tokenizer.json"):
         run([source], tmp_path / "out", tokenizer="x")
 
 
-# Processes: memory, and kills.
-
-
-def start(target, *arguments):
-    process = context().Process(target=target, args=arguments)
-    process.start()
-    return process
+# Memory and kills.
 
 
 def fast_encode(documents, tokenizer_file, eos_token_id, dtype, workers):
@@ -300,64 +257,44 @@ def megabytes(source, out, taken, leak, answer):
 
 
 def test_memory_does_not_grow_with_the_corpus(prepared, tmp_path):
-    row = json.dumps({"text": text(0, 4000)}) + "\n"
-    for name, size in (("small", 10), ("large", 60)):
-        with open(tmp_path / f"{name}.jsonl", "w") as file:
-            for number in range(size * 10**6 // len(row)):
-                file.write(row.replace("Document 0", f"Document {number}"))
+    def measured(size, leak=False):
+        rows = [text(0, 4000).replace("Document 0", f"Document {number}") for number in range(size)]
+        source = write_jsonl(tmp_path / f"{size}.jsonl", rows)
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        arguments = (source, tmp_path / f"{size}-{leak}", str(prepared / "tokenizer"), leak, sender)
+        CONTEXT.Process(target=megabytes, args=arguments).start()
+        return receiver.recv()
 
-    def measured(name, leak=False):
-        receiver, sender = context().Pipe(duplex=False)
-        out, taken = tmp_path / f"{name}-{leak}", str(prepared / "tokenizer")
-        process = start(megabytes, str(tmp_path / f"{name}.jsonl"), out, taken, leak, sender)
-        sender.close()
-        result = receiver.recv()
-        process.join()
-        return result
-
-    small = measured("small")
-    assert measured("large") < small + 25
-    assert measured("large", leak=True) > small + 40  # the measurement detects leaks
+    small = measured(300)  # 7 MB
+    assert measured(2400) < small + 25
+    assert measured(2400, leak=True) > small + 40  # the measurement detects leaks
 
 
-def run_and_die(source, out, number):
-    """A run that is killed before its file of that number gets its name."""
-    flush, flushed = checkpoints._flush, []
-
-    def die(path):
-        flush(path)
-        flushed.append(path)
-        if len(flushed) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoints._flush = die
-    run([source], out, shard_tokens=1000)
-
-
-def check_killed(process, source, out, prepared):
-    """What is left is not a corpus and has no broken shard; the next run removes it. Returns the names left."""
-    assert process.exitcode == -signal.SIGKILL
-    left = {path.name for path in out.glob("*") if path.is_file()}
-    assert corpus.MANIFEST not in left
-    for name in left:
-        if name.endswith(".bin"):
-            assert (out / name).read_bytes() == (prepared / name).read_bytes()
-    with refused("holds no corpus"):
-        Corpus.open(out)
-    run([source], out, shard_tokens=1000)
-    assert contents(out) == contents(prepared)
-    return left
-
-
-def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path):
-    shards = len(list(prepared.glob("*.bin")))
+def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatch):
+    """What is left is not a corpus and has no broken shard; the next run removes it."""
+    shards, flush = len(list(prepared.glob("*.bin"))), checkpoints._flush
     for number in (1, 4, shards, shards + 1):
-        out = tmp_path / str(number)
-        process = start(run_and_die, source, out, number)
-        process.join()
-        left = check_killed(process, source, out, prepared)
-        assert sum(name.endswith(".bin") for name in left) == number - 1
+        out, flushed = tmp_path / str(number), []
+
+        def die(path, number=number, flushed=flushed):
+            flush(path)
+            flushed.append(path)
+            if len(flushed) == number:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(checkpoints, "_flush", die)
+        with pytest.raises(KeyboardInterrupt):
+            run([source], out, shard_tokens=1000)
+        monkeypatch.setattr(checkpoints, "_flush", flush)
+        left = {path.name for path in out.glob("*") if path.is_file()}
+        complete = [name for name in left if name.endswith(".bin")]
+        assert len(complete) == number - 1
+        assert all((out / name).read_bytes() == (prepared / name).read_bytes() for name in complete)
         assert any(name.endswith(".unfinished") for name in left)
+        with refused("holds no corpus"):
+            Corpus.open(out)
+        run([source], out, shard_tokens=1000)
+        assert contents(out) == contents(prepared)
     assert ".manifest.json.unfinished" in left
 
 

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,24 +14,22 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from torch import distributed as dist
 
 from linformers import LinformerForMaskedLM, LinformerForSequenceClassification
-from linformers.errors import UserError
 from linformers.training import checkpoints, pretrain
 from linformers.training.corpus import Corpus
 from linformers.training.prepare import prepare
 from linformers.training.trainer import read_metrics
 
 from ..forks import Command, in_two
-from . import sharding, small
+from ..modes import config
+from . import small
+from .small import refused
 
 ROOT = Path(__file__).parents[2]
 # Each process draws its own dropout, so only runs without it are the same in one and two processes.
 SAME = {"model": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "steps": 20, "log_every": 1}
-
-
-def refused(message):
-    return pytest.raises(UserError, match=re.escape(message))
 
 
 def write(recipe, folder):
@@ -40,33 +37,26 @@ def write(recipe, folder):
     return folder / "recipe.yaml"
 
 
-@pytest.fixture(scope="module")
-def first(corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("first")
-    assert small.train(small.recipe(corpus, out)) == 0
-    return out
-
-
 def other_corpus(corpus, folder, **options):
     """A part of the text of a corpus."""
-    lines = (corpus.parent / "text.jsonl").read_text().splitlines()[:150]
-    (folder / "other.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [json.loads(line) for line in (corpus.parent / "text.jsonl").read_text().splitlines()]
+    small.write_table(folder / "other.jsonl", rows[:150])
     prepare([str(folder / "other.jsonl")], folder / "other", validation_share=0.1, console=small.QUIET, **options)
     return folder / "other"
 
 
-def test_results(first, corpus):
+def test_results(finished, corpus):
     assert {"checkpoint-20", "checkpoint-24", "curve.png", "metrics.jsonl", "model", "runs"} <= {
-        path.name for path in first.iterdir()
+        path.name for path in finished.iterdir()
     }
-    records = small.read_metrics(first)
+    records = small.read_metrics(finished)
     assert [record["step"] for record in records if "loss" in record] == list(range(3, 25, 3))
     assert [record["step"] for record in records if "perplexity" in record] == [8, 16, 24]
     assert all(record["tokens_per_second"] > 0 for record in records if "loss" in record)
-    card = (first / "model" / "README.md").read_text()
+    card = (finished / "model" / "README.md").read_text()
     assert f"{records[-1]['perplexity']:.2f}" in card
     assert f"data: {corpus}" in card
-    assert LinformerForMaskedLM.from_pretrained(first / "model").config.max_position_embeddings == 32
+    assert LinformerForMaskedLM.from_pretrained(finished / "model").config.max_position_embeddings == 32
 
 
 def test_output_in_a_file_has_no_control_characters(corpus, tmp_path, monkeypatch):
@@ -83,12 +73,10 @@ def test_output_in_a_file_has_no_control_characters(corpus, tmp_path, monkeypatc
 def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
     with refused("holds no corpus"):
         small.train(small.recipe(tmp_path / "nowhere", tmp_path / "out"))
-    with refused("fewer than a row of 16384"):
+    with refused("rows of 16384 need"):
         small.train(small.recipe(corpus, tmp_path / "out", model={"max_position_embeddings": 16384}))
     data = Path(shutil.copytree(corpus, tmp_path / "data"))
-    content = bytearray((data / "train-00000.bin").read_bytes())
-    content[100] ^= 1
-    (data / "train-00000.bin").write_bytes(content)
+    small.flip(data / "train-00000.bin")
     with refused("train-00000.bin has sha256"):
         small.train(small.recipe(data, tmp_path / "out"))
     assert not (tmp_path / "out" / "run.json").exists()
@@ -96,7 +84,8 @@ def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
 
 def test_folder_of_another_run(corpus, tmp_path):
     out = tmp_path / "run"
-    with checkpoints.locked(make(out)), refused("is in use by another process"):
+    out.mkdir()
+    with checkpoints.locked(out), refused("is in use by another process"):
         small.train(small.recipe(corpus, out))
     assert small.train(small.recipe(corpus, out, steps=4)) == 0
     with refused("learning_rate was 0.003 and is now 0.1"):
@@ -106,14 +95,9 @@ def test_folder_of_another_run(corpus, tmp_path):
     assert small.train(small.recipe(corpus, out, steps=4, workers=1, log_every=1)) == 0
     assert [record["step"] for record in read_metrics(out)] == [3, 4, 4]
     for name, options in (("corpus", {"tokenizer": str(corpus / "tokenizer")}), ("tokenizer", {"vocab_size": 290})):
-        other = other_corpus(corpus, make(tmp_path / name), **options)
-        with refused(f"data='{other}' has other content"):
+        other = other_corpus(corpus, tmp_path / name, **options)
+        with refused(f"sha256.{name} was"):
             small.train(small.recipe(other, out, steps=4))
-
-
-def make(folder):
-    folder.mkdir()
-    return folder
 
 
 def test_warning_of_a_long_warmup(corpus, tmp_path, capsys):
@@ -129,21 +113,18 @@ def start_of(recipe):
     return pretrain.make_trainer(recipe, Corpus.open(Path(recipe.data)), pretrain.training_arguments(recipe)).model
 
 
-def test_start_from_a_model(first, corpus, tmp_path):
-    own = small.recipe(corpus, tmp_path / "run", start=str(first / "model"), learning_rate=1e-6, warmup_steps=0)
-    saved = LinformerForMaskedLM.from_pretrained(first / "model").state_dict()
+def test_start_from_a_model(finished, corpus, tmp_path):
+    own = small.recipe(corpus, tmp_path / "run", start=str(finished / "model"), learning_rate=1e-6, warmup_steps=0)
+    saved = LinformerForMaskedLM.from_pretrained(finished / "model").state_dict()
     for name, tensor in start_of(own).state_dict().items():
         torch.testing.assert_close(tensor.cpu(), saved[name], rtol=0, atol=0)
     assert small.train(own) == 0
-    before, after = (small.read_metrics(out)[-1]["perplexity"] for out in (first, tmp_path / "run"))
+    before, after = (small.read_metrics(out)[-1]["perplexity"] for out in (finished, tmp_path / "run"))
     assert after == pytest.approx(before, rel=1e-2)  # the learning rate is tiny
-    new = next(r["perplexity"] for r in small.read_metrics(first) if "perplexity" in r)
+    new = next(r["perplexity"] for r in small.read_metrics(finished) if "perplexity" in r)
     assert before < 0.9 * new
-
-
-def test_start_with_other_text(first, corpus, tmp_path):
-    data = other_corpus(corpus, tmp_path, tokenizer=str(first / "model"))
-    assert small.train(small.recipe(data, tmp_path / "run", start=str(first / "model"), steps=2)) == 0
+    data = other_corpus(corpus, tmp_path, tokenizer=str(finished / "model"))  # other text
+    assert small.train(small.recipe(data, tmp_path / "other run", start=str(finished / "model"), steps=2)) == 0
 
 
 def test_start_from_a_twin(corpus, tmp_path):
@@ -156,20 +137,20 @@ def test_start_from_a_twin(corpus, tmp_path):
     assert "projections." in new.pop()
 
 
-def test_wrong_starts(first, corpus, tmp_path):
-    start = str(first / "model")
+def test_wrong_starts(finished, corpus, tmp_path):
+    start = str(finished / "model")
 
     def train(**fields):
         small.train(small.recipe(corpus, tmp_path / "run", **{"start": start, **fields}))
 
-    with refused("start='nowhere' holds no model"):
+    with refused("start='nowhere' contains no model"):
         train(start="nowhere")
     with refused(f"start={start!r} has hidden_size=16, not 32"):
         train(model={"hidden_size": 32})
     with refused("n=32"):
         train(model={"max_position_embeddings": 64})
     LinformerForSequenceClassification.from_pretrained(start).save_pretrained(tmp_path / "classifier")
-    shutil.copy(first / "model" / "tokenizer.json", tmp_path / "classifier")
+    shutil.copy(finished / "model" / "tokenizer.json", tmp_path / "classifier")
     with refused("is a ['LinformerForSequenceClassification'], not a LinformerForMaskedLM"):
         train(start=str(tmp_path / "classifier"))
     data = other_corpus(corpus, tmp_path, vocab_size=280)
@@ -177,15 +158,12 @@ def test_wrong_starts(first, corpus, tmp_path):
         small.train(small.recipe(data, tmp_path / "run", start=start))
 
 
-def test_start_with_other_weights_than_the_run(first, corpus, tmp_path):
-    model = Path(shutil.copytree(first / "model", tmp_path / "model"))
+def test_start_with_other_weights_than_the_run(finished, corpus, tmp_path):
+    model = Path(shutil.copytree(finished / "model", tmp_path / "model"))
     own = small.recipe(corpus, tmp_path / "run", start=str(model), steps=4)
     assert small.train(own) == 0
-    network = LinformerForMaskedLM.from_pretrained(model)
-    with torch.no_grad():
-        network.get_input_embeddings().weight.add_(0.01)
-    network.save_pretrained(model)
-    with refused(f"start={str(model)!r} has other content"):
+    small.flip(model / "model.safetensors")
+    with refused("sha256.start was"):
         small.train(own)
 
 
@@ -208,9 +186,10 @@ def losses(out):
     return [record["loss"] for record in read_metrics(out) if "loss" in record]
 
 
-def test_error_in_two_processes(tmp_path):
-    assert in_two(Command(["pretrain", "nowhere.yaml"]), tmp_path / "log") == 2
-    assert "recipe 'nowhere.yaml' does not exist" in (tmp_path / "log").read_text()
+def test_error_in_two_processes(corpus, tmp_path):
+    recipe = write(small.recipe(corpus, tmp_path / "run", batch_size=3), tmp_path)
+    assert in_two(Command(["pretrain", str(recipe)]), tmp_path / "log") == 2
+    assert "batch_size=3 is not a multiple of 2" in (tmp_path / "log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -250,10 +229,22 @@ def test_resume_with_other_processes(corpus, single, before, after, tmp_path):
     assert losses(out) == pytest.approx(losses(single), abs=1e-5)
 
 
+def hold_half():
+    """Called in two processes: each holds its half of the weights, and no more."""
+    dist.init_process_group("gloo")
+    model = LinformerForMaskedLM(config())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    pretrain.shard(model)
+    own = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == whole
+    assert own <= 0.55 * whole, (own, whole)
+    os._exit(0)  # as the command line does
+
+
 def test_sharding(corpus, tmp_path):
     with refused("shard=true needs several processes"):
         small.train(small.recipe(corpus, tmp_path, shard=True))
-    run_in_two(sharding.main, tmp_path)
+    run_in_two(hold_half, tmp_path)
 
 
 def test_signal_stops_all_processes_after_the_same_step(corpus, tmp_path):

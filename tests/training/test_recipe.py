@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from linformers.errors import UserError
 from linformers.training import recipe as recipes
 
 from . import small
+from .small import refused
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = [
@@ -24,38 +24,28 @@ def write(folder, name="recipe.yaml", **values):
     return folder / name
 
 
-def refused(message):
-    return pytest.raises(UserError, match=re.escape(message))
-
-
-def test_changes(tmp_path):
+@pytest.mark.parametrize("compile", ["yes", "no", "auto"])
+def test_changes(compile, tmp_path):
     path = write(tmp_path, model={"projected_length": 64}, learning_rate=1e-3)
-    changed = recipes.read(path, ["steps=20", "learning_rate=5e-4", "model.sharing=none", "model.num_hidden_layers=3"])
-    assert (changed.steps, changed.learning_rate) == (20, 5e-4)
+    changes = ["steps=20", "learning_rate=5e-4", "model.sharing=none", f"compile={compile}"]
+    changed = recipes.read(path, [*changes, "model.num_hidden_layers=3"])
+    assert (changed.steps, changed.learning_rate, changed.compile) == (20, 5e-4, compile)
     assert changed.model == {"projected_length": 64, "sharing": "none", "num_hidden_layers": 3}
 
 
 def test_base(tmp_path):
     write(tmp_path, model={"projected_length": 64, "hidden_size": 96}, learning_rate=1e-3)
-    twin = tmp_path / "twin.yaml"
-    twin.write_text("base: recipe.yaml\nlearning_rate: 2e-3\nmodel: {projection: identity}\n")
-    read = recipes.read(twin)
+    write(tmp_path, "empty.yaml", model=None)
+    child = tmp_path / "child.yaml"
+    child.write_text("base: recipe.yaml\nlearning_rate: 2e-3\nmodel: {projection: identity}\n")
+    read = recipes.read(child)
     assert read.model == {"projected_length": 64, "hidden_size": 96, "projection": "identity"}
     assert read.learning_rate == 2e-3
-
-
-def test_empty_model(tmp_path):
-    write(tmp_path, "base.yaml", model=None)
-    (tmp_path / "r.yaml").write_text("base: base.yaml\nmodel:\n  hidden_size: 24\n")
-    assert recipes.read(tmp_path / "base.yaml").model == {}
-    assert recipes.read(tmp_path / "r.yaml").model == {"hidden_size": 24}
+    child.write_text("base: empty.yaml\nmodel:\n  hidden_size: 24\n")
+    assert recipes.read(tmp_path / "empty.yaml").model == {}
+    assert recipes.read(child).model == {"hidden_size": 24}
     with refused("model=3 must be fields"):
-        recipes.read(tmp_path / "r.yaml", ["model=3", "model.hidden_size=16"])
-
-
-@pytest.mark.parametrize("value", ["yes", "no", "auto"])
-def test_yes_and_no_are_not_booleans(value, tmp_path):
-    assert recipes.read(write(tmp_path), [f"compile={value}"]).compile == value
+        recipes.read(child, ["model=3", "model.hidden_size=16"])
 
 
 @pytest.mark.parametrize(
@@ -72,14 +62,14 @@ def test_yes_and_no_are_not_booleans(value, tmp_path):
         (["steps=[1"], "'steps=[1': the value is not YAML"),
         (["learning_rate=-1"], "learning_rate=-1 must be a positive number"),
         (["short_rows=1.5"], "short_rows=1.5 must be"),
-        (["mask_share=0"], "mask_share=0 must be a positive number"),
+        (["mask_share=0"], "mask_share=0 must be above 0"),
         (["schedule=linaer"], "schedule='linaer' is not one of 'linear', 'cosine', 'constant'; did you mean 'linear'?"),
-        (["shard=maybe"], "shard='maybe' must be true or false"),
+        (["shard=maybe"], "shard='maybe' must be"),
         (["workers=-1"], "workers=-1 must be 0 or a positive integer"),
         (["out="], "out=None must be a folder"),
-        (["start=''"], "start='' must be the folder of a model"),
+        (["start=''"], "start='' must be a folder"),
         (["model=3"], "model=3 must be fields of LinformerConfig"),
-        (["variant=a"], "variant='a'"),
+        (["variant=a"], "'variant' is not a key"),
     ],
 )
 def test_wrong_changes(tmp_path, changes, message):
@@ -106,13 +96,9 @@ def test_wrong_files(content, message, tmp_path):
     (tmp_path / "r.yaml").write_bytes(content.encode(errors="surrogateescape"))
     with refused(message):
         recipes.read(tmp_path / "r.yaml")
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with refused(f"recipe '{tmp_path / 'none.yaml'}' does not exist"):
-        recipes.read(tmp_path / "none.yaml")
-    with refused(f"recipe '{tmp_path}' cannot be read"):
-        recipes.read(tmp_path)
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with refused(f"recipe '{path}' cannot be read"):
+            recipes.read(path)
 
 
 def test_variants(tmp_path):
@@ -123,13 +109,10 @@ def test_variants(tmp_path):
     assert (long.out, long.batch_size) == ("runs/long", 8)
     assert long.model == {"hidden_size": 48, "max_position_embeddings": 1024}
     assert recipes.read(path, ["steps=3", "variant=short", "out=x"]).out == "x"
-    for changes, message in {
-        (): "needs variant=NAME, one of long, short",
-        ("variant=lnog",): "'lnog' is not in",
-    }.items():
-        with refused(message) as error:
-            recipes.read(path, changes)
-        assert "long" in str(error.value)
+    with refused("variant=None is not one of 'long', 'short'"):
+        recipes.read(path)
+    with refused("did you mean 'long'"):
+        recipes.read(path, ["variant=lnog"])
     child = tmp_path / "child.yaml"
     child.write_text("base: recipe.yaml\nout: x\n")
     assert recipes.read(child).model == {"hidden_size": 96}  # variants are not inherited
@@ -166,10 +149,9 @@ def test_shipped_recipes(path, changes):
 
 def test_paper_grid_is_complete():
     sharings = ("none", "headwise", "key-value", "layerwise")
-    grid = {f"n{n}-k{k}-{s}" for n in (512, 1024, 2048, 4096) for k in (128, 256) for s in sharings}
-    assert {*grid, *(f"n{n}-twin" for n in (512, 1024, 2048, 4096))} == set(
-        recipes.variant_names(RECIPES / "paper.yaml")
-    )
+    models = ["twin", *(f"k{k}-{sharing}" for k in (128, 256) for sharing in sharings)]
+    grid = {f"n{n}-{model}" for n in (512, 1024, 2048, 4096) for model in models}
+    assert set(recipes.variant_names(RECIPES / "paper.yaml")) == grid
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,21 @@
 """An interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
-import json
+import functools
 import os
 import random
 import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from linformers.errors import UserError
 from linformers.training import checkpoints, pretrain
 from linformers.training.trainer import ExactTrainer, read_metrics
 
 from . import small
+from .small import refused
 
 SETTINGS = [
     {"precision": "float32"},
@@ -35,8 +36,9 @@ class SignalAt(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def interrupt(monkeypatch, step, number=signal.SIGTERM):
-    """Make the next run receive a signal; returns a function that undoes this."""
+@contextmanager
+def interrupted(step, number=signal.SIGTERM):
+    """Runs receive a signal within the given step."""
     original = pretrain.make_trainer
 
     def make_trainer(*args):
@@ -44,32 +46,30 @@ def interrupt(monkeypatch, step, number=signal.SIGTERM):
         trainer.add_callback(SignalAt(step, number))
         return trainer
 
-    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
-    return lambda: monkeypatch.setattr(pretrain, "make_trainer", original)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "make_trainer", make_trainer)
+        yield
 
 
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
     """The uninterrupted run of a setting."""
-    runs = {}
 
-    def run(setting):
-        key = json.dumps(setting)
-        if key not in runs:
-            runs[key] = tmp_path_factory.mktemp("straight")
-            assert small.train(small.recipe(corpus, runs[key], **setting)) == 0
-        return runs[key]
+    @functools.cache
+    def run(number):
+        out = tmp_path_factory.mktemp("straight")
+        assert small.train(small.recipe(corpus, out, **SETTINGS[number])) == 0
+        return out
 
-    return run
+    return lambda setting: run(SETTINGS.index(setting))
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
-def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path, monkeypatch):
-    steps = sorted(random.Random(repr(setting)).sample(range(23), 10))
-    for step in steps:
-        restore = interrupt(monkeypatch, step)
-        assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGTERM
-        restore()
+def test_interrupted_at_ten_steps(corpus, straight, setting, tmp_path):
+    steps = sorted(random.Random(repr(setting)).sample(range(23), 9))
+    for step in (*steps, 23):  # the last one
+        with interrupted(step):
+            assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGTERM
         assert (tmp_path / f"checkpoint-{step + 1}").exists()
     assert small.train(small.recipe(corpus, tmp_path, **setting)) == 0
     small.assert_same_run(tmp_path, straight(setting))
@@ -82,11 +82,10 @@ def test_another_seed_is_another_run(corpus, straight, tmp_path):
         small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
-def test_intervals_may_change(corpus, tmp_path, monkeypatch):
+def test_intervals_may_change(corpus, tmp_path):
     """After losing work, users want more frequent checkpoints."""
-    restore = interrupt(monkeypatch, 2)
-    assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
-    restore()
+    with interrupted(2):
+        assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
     assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=2, keep=9, log_every=1)) == 0
     assert sorted(map(checkpoints.step_of, checkpoints.list_checkpoints(tmp_path))) == [3, 4, 6, 8, 9]
     assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
@@ -110,23 +109,14 @@ def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monke
 def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
     """A machine that does not see the checkpoints would start from scratch and mix gradients of different steps."""
     monkeypatch.setattr(ExactTrainer, "gather", lambda self, value: [value, 7])
-    with pytest.raises(UserError, match=r"the processes see finished models: 0 and 7 in out="):
+    with refused("they see finished models: {0, 7}"):
         small.train(small.recipe(corpus, tmp_path))
 
 
-def test_interrupt_from_the_keyboard(corpus, tmp_path, monkeypatch):
-    interrupt(monkeypatch, 7, signal.SIGINT)
-    assert small.train(small.recipe(corpus, tmp_path)) == 130
+def test_interrupt_from_the_keyboard(corpus, tmp_path):
+    with interrupted(7, signal.SIGINT):
+        assert small.train(small.recipe(corpus, tmp_path)) == 130
     assert (tmp_path / "checkpoint-8").exists()
-
-
-def test_signal_in_the_last_step(corpus, straight, tmp_path, monkeypatch):
-    restore = interrupt(monkeypatch, 23)
-    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 128 + signal.SIGTERM
-    restore()
-    assert not (tmp_path / "model").exists()
-    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
-    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
 def test_finished_run_is_left_alone(corpus, straight):
@@ -142,21 +132,18 @@ def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("pickle")
 
-    restore = interrupt(monkeypatch, 9)
     for module, names in (
         (torch, ("load", "save")),
         (pickle, ("load", "loads", "dump", "dumps", "Pickler", "Unpickler")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
-    small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
-    restore()
+    with interrupted(9):
+        small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
-    suffixes = {
-        path.suffix for folder in (*tmp_path.glob("checkpoint-*"), tmp_path / "model") for path in folder.iterdir()
-    }
-    assert suffixes == {".safetensors", ".json", ".md"}
+    written = [*tmp_path.glob("checkpoint-*/*"), *tmp_path.glob("model/*")]
+    assert {path.suffix for path in written} == {".safetensors", ".json", ".md"}
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -181,8 +168,9 @@ def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, po
 
     monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(UserError, match=r"not finite in step 13 \(rows 96 to 103\).* step 10"):
+    with refused("not finite in step 13 (rows 96 to 103)") as error:
         small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+    assert "step 10" in str(error.value)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     for name, parameter in seen["model"].named_parameters():
         assert torch.equal(parameter, seen["weights"][name])
@@ -191,15 +179,11 @@ def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, po
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch, deterministic):
-    seen = []
-    monkeypatch.setattr(
-        pretrain, "_train", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or 0
-    )
-    small.train(small.recipe(corpus, tmp_path, deterministic=deterministic))
-    assert seen == [deterministic]
-    assert not torch.are_deterministic_algorithms_enabled()
+def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "_train", lambda *args: int(torch.are_deterministic_algorithms_enabled()))
+    for deterministic in (True, False):
+        assert small.train(small.recipe(corpus, tmp_path, deterministic=deterministic)) == deterministic
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler hides from users

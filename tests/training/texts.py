@@ -1,12 +1,12 @@
 """A few hundred documents, a corpus of them, and their text from its tokens."""
 
-import json
 import random
 
 import numpy as np
-from rich.console import Console
 
 from linformers.training.prepare import prepare
+
+from .small import QUIET, write_table
 
 WORDS = ["the", "attention", "is", "linear", "in", "length", "漢字", "naïve", "🙂", ".", "\n", "x1", "<mask>", "</s>"]
 
@@ -20,20 +20,19 @@ TEXTS = [text(seed) for seed in range(200)]
 
 
 def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": item}) + "\n" for item in texts))
-    return str(path)
+    return str(write_table(path, [{"text": item} for item in texts]))
 
 
 def run(sources, out, **options):
     options = {"vocab_size": 400, "validation_share": 0.1, "workers": 1} | options
-    return prepare([str(source) for source in sources], out, console=Console(quiet=True), **options)
+    return prepare([str(source) for source in sources], out, console=QUIET, **options)
 
 
 def texts_of(opened, split):
     """The documents of a split, decoded."""
     stream, tokenizer = opened.tokens(split), opened.tokenizer()
     ids = stream.read(0, len(stream))
-    ends = np.flatnonzero(ids == opened.eos_token_id)
+    ends = np.flatnonzero(ids == opened.manifest["eos_token_id"])
     assert len(ids) == 0 or ends[-1] == len(ids) - 1
     return [tokenizer.decode(part[:-1]) for part in np.split(ids, ends + 1)[:-1]]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ from ..errors import UserError
 MANIFEST = "manifest.json"
 # What a run, or a seed of one, leaves in its folder.
 TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/result.json")
-
-
-# Files and folders.
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
@@ -53,14 +49,10 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     _flush(folder.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content)
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     _flush(unfinished)
     unfinished.replace(path)
 
@@ -87,17 +79,13 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# The checkpoints of a run.
-
-
 def step_of(folder: Path) -> int:
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(match[1]) if match else -1
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    found = [path for path in run.glob("checkpoint-*") if path.is_dir() and step_of(path) >= 0]
+    found = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -116,10 +104,8 @@ def damage(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         expected = {folder / name: (own["bytes"], own["sha256"]) for name, own in manifest.items()}
-    except FileNotFoundError:
-        return f"{folder / MANIFEST} is missing"
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return f"{folder / MANIFEST} is not a list of files"
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
+        return f"{folder / MANIFEST} is missing or not a list of files"
     return next(filter(None, (file_damage(path, *own) for path, own in expected.items())), None)
 
 
@@ -151,9 +137,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-# The folder of a run.
-
-
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Lock a folder against other processes. The lock of a killed process is released by the system."""
@@ -165,25 +148,34 @@ def locked(run: Path) -> Iterator[None]:
         yield
 
 
-def claim(run: Path, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run of this `kind` in a folder; a folder without one gets `settings`."""
-    path = run / "run.json"
-    if any(found for trace in TRACES for found in run.glob(trace)):
-        if not path.exists():
-            raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
-        try:
-            saved = json.loads(path.read_text())
-            found = saved["kind"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is damaged: it does not describe a run") from None
-        if found != kind:
-            raise UserError(f"out={str(run)!r} holds a run of linformers {found}; choose another folder")
-        return saved
-    write_text(path, json.dumps({"kind": kind, **settings}, indent=1) + "\n")
-    return json.loads(path.read_text())
+def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = ()) -> None:
+    """Write the settings of a run to its folder; refuse the folder of a run with other settings, except `free` ones."""
+    path, settings = run / "run.json", {"kind": kind, **settings}
+    if not any(found for trace in TRACES for found in run.glob(trace)):
+        write_file(path, json.dumps(settings, indent=1) + "\n")
+        return
+    if not path.exists():
+        raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
+    try:
+        saved = _flat(json.loads(path.read_text()))
+        found = saved["kind"]
+    except (ValueError, KeyError, AttributeError):
+        raise UserError(f"{path} is damaged: it does not describe a run") from None
+    if found != kind:
+        raise UserError(f"out={str(run)!r} holds a run of linformers {found}; choose another folder")
+    own = _flat(json.loads(json.dumps(settings)))
+    changed = [name for name in own | saved if name not in free and own.get(name) != saved.get(name)]
+    if changed:
+        changes = (f"{name} was {saved.get(name)!r} and is now {own.get(name)!r}" for name in changed)
+        raise UserError(f"out={str(run)!r} holds another run: {'; '.join(changes)}; choose another folder")
 
 
-# The state of a run.
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their full names, such as `recipe.model.hidden_size`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

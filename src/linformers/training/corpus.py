@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..checks import check_choice
 from ..errors import UserError
 from .checkpoints import file_damage
 
@@ -44,32 +43,27 @@ class Corpus:
         """Read the manifest, and check that all shards exist and have the right size."""
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
-        except OSError as error:
-            reason = f"{error.strerror}; run linformers prepare"
-            raise UserError(f"data={str(folder)!r} holds no corpus: {reason}") from None
+        except OSError:
+            raise UserError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
         except ValueError as error:
             raise UserError(f"{folder / MANIFEST} is damaged: {error}") from None
         found = manifest.get("format") if isinstance(manifest, dict) else None
         if found != FORMAT:
             raise UserError(f"{folder / MANIFEST} has format {found!r}, expected {FORMAT}: prepare the corpus again")
         corpus = cls(folder, manifest)
-        corpus._check_shards()
+        corpus.verify(hashes=False)
         return corpus
 
-    def _check_shards(self, hashes: bool = False) -> None:
+    def verify(self, hashes: bool = True) -> None:
+        """Check the size of every shard, and the hash of every shard and of the tokenizer."""
         for shard in self._shards():
             if wrong := file_damage(self.folder / shard["file"], shard["bytes"], shard["sha256"] if hashes else None):
                 raise UserError(f"data={str(self.folder)!r} is damaged: {wrong}")
-
-    def verify(self) -> None:
-        """Check the hash of every shard and of the tokenizer."""
-        self._check_shards(hashes=True)
-        if (found := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
+        if hashes and (found := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
             raise UserError(f"{self.folder / TOKENIZER} has the hash {found}, expected {self.tokenizer_hash}")
 
     def tokens(self, split: str) -> TokenStream:
         """All tokens of `train` or `validation`."""
-        check_choice("split", split, self.manifest["splits"])
         shards = self.manifest["splits"][split]["shards"]
         paths = [self.folder / shard["file"] for shard in shards]
         return TokenStream(paths, [shard["tokens"] for shard in shards], self.manifest["dtype"])
@@ -86,10 +80,6 @@ class Corpus:
     @property
     def vocab_size(self) -> int:
         return self.manifest["vocab_size"]
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.manifest["eos_token_id"]
 
     @property
     def tokenizer_hash(self) -> str:

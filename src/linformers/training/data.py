@@ -1,4 +1,4 @@
-"""Text and tables on disk: txt, jsonl, csv, tsv and parquet; plain, gz or xz; single files and folders."""
+"""Text and tables: txt, jsonl, csv, tsv and parquet files, plain, gz or xz; and datasets on the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,25 +29,16 @@ def file_type(path: Path) -> str:
 
 
 def find_files(sources: str | Path | Sequence[str | Path], name: str = "source") -> list[Path]:
-    """The given files, and all files of a known type in the given folders, sorted by name.
-
-    Args:
-        sources: files and folders.
-        name: what error messages call a source.
-    """
+    """The given files, and all files of a known type in the given folders, sorted; `name` is for error messages."""
     files: list[Path] = []
     for source in map(Path, [sources] if isinstance(sources, str | Path) else sources):
-        if source.is_dir():
-            found = sorted(p for p in source.rglob("*") if p.is_file() and file_type(p) in TABLES + TEXTS)
-            if not found:
-                raise UserError(f"{name} {str(source)!r} has no file of a known type ({FILE_TYPES})")
-            files += found
-        elif not source.exists():
+        if not source.exists():
             raise UserError(f"{name} {str(source)!r} does not exist")
-        elif file_type(source) not in TABLES + TEXTS:
-            raise UserError(f"{name} {str(source)!r} is not of a known type ({FILE_TYPES})")
-        else:
-            files.append(source)
+        candidates = sorted(source.rglob("*")) if source.is_dir() else [source]
+        found = [path for path in candidates if path.is_file() and file_type(path) in TABLES + TEXTS]
+        if not found:
+            raise UserError(f"{name} {str(source)!r} is no file of a known type and has none ({FILE_TYPES})")
+        files += found
     return files
 
 
@@ -67,48 +58,48 @@ def open_text(path: Path) -> Iterator[TextIO]:
             raise UserError(f"{path} is damaged or not what its name says: {error}") from None
 
 
-def documents(path: Path, text_column: str = "text") -> Iterator[str]:
-    """The documents of a file: the rows of a table, or the whole text, split at blank lines if it is large."""
-    if file_type(path) in TABLES:
-        for row in rows(path, [text_column]):
-            text = row[text_column]
-            if text is not None and str(text).strip():
-                yield str(text)
+def documents(source: Path | str, text_column: str = "text", split: str = "train") -> Iterator[str]:
+    """The documents of a file or of a dataset on the hub, see `rows`; a large text is split at blank lines."""
+    if isinstance(source, Path) and file_type(source) not in TABLES:
+        with open_text(source) as file:
+            yield from _split(source, file)
         return
-    with open_text(path) as file:
-        yield from _split(path, file)
+    for row in rows(source, [text_column], split):
+        text = row[text_column]
+        if text is not None and str(text).strip():
+            yield str(text)
 
 
-def rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The given columns of each row of a table."""
-    if file_type(path) == ".parquet":
-        yield from _parquet_rows(path, columns)
+def rows(source: Path | str, columns: Sequence[str], split: str = "train") -> Iterator[dict[str, Any]]:
+    """The given columns of each row of a table, or of a dataset on the hub, `"name"` or `"name:config"`."""
+    if isinstance(source, Path) and file_type(source) == ".parquet":
+        yield from _parquet_rows(source, columns)
         return
+    for row in _hub_rows(source, split) if isinstance(source, str) else _text_rows(source):
+        _check_columns(source, columns, row)
+        yield {name: row[name] for name in columns}
+
+
+def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
     with open_text(path) as file:
-        found: Iterator[dict[str, Any]]
         if file_type(path) == ".jsonl":
-            found = (_json_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
+            yield from (_json_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
         else:
             csv.field_size_limit(2**31 - 1)
-            found = csv.DictReader(file, delimiter="\t" if file_type(path) == ".tsv" else ",")
-        for row in found:
-            check_columns(path, columns, row)
-            yield {name: row[name] for name in columns}
+            yield from csv.DictReader(file, delimiter="\t" if file_type(path) == ".tsv" else ",")
 
 
-def hub_rows(path: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset on the hub, as they are downloaded."""
+def _hub_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            f"{path!r} is not a file or folder, and datasets of the hub need: pip install 'linformers[hub]'"
-        ) from None
+        raise UserError(f"{source!r} is not a file, and hub datasets need: pip install 'linformers[hub]'") from None
+    path, _, config = source.partition(":")
     try:
-        yield from datasets.load_dataset(path, config, split=split, streaming=True)
+        yield from datasets.load_dataset(path, config or None, split=split, streaming=True)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
-        raise UserError(f"{path!r} is not a file or folder, nor a dataset of the hub: {reason}") from None
+        raise UserError(f"{source!r} is not a file or folder, nor a dataset of the hub: {reason}") from None
 
 
 def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -122,12 +113,12 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     with file:
-        check_columns(path, columns, file.schema_arrow.names)
+        _check_columns(path, columns, file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=16, columns=list(columns)):
             yield from batch.to_pylist()
 
 
-def check_columns(where: object, columns: Sequence[str], present: Any) -> None:
+def _check_columns(where: object, columns: Sequence[str], present: Iterable[str]) -> None:
     for name in columns:
         if name not in present:
             raise UserError(f"{where} has no column {name!r}; its columns are {', '.join(map(repr, present))}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
 from ..checks import check_choice, check_model, check_positive, check_size, make_folder
@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..provenance import sentence
 from . import checkpoints, tasks
 from .prepare import MODEL_INPUTS
-from .pretrain import model_card
+from .pretrain import model_card, save_model
 from .recipe import COMPILE, PRECISIONS
 from .rows import EpochOrder, collate, encode, longest_first
 from .tasks import TaskData, classification_metrics, plus_minus, spread
@@ -28,6 +28,7 @@ from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
 BEST = "best"  # the folder of a seed's best weights
 MIN_STEPS_TO_COMPILE = 1000  # about what a minute of compiling saves
+PURPOSES = ("train on", "select on", "report on")  # of the three sets of a task
 FEW_STEPS, HIGH_RATE = 100, 1e-3  # below FEW_STEPS, the default learning rate hardly changes a small model
 
 
@@ -52,141 +53,153 @@ class Settings:
         if self.max_length:
             check_size("max_length", self.max_length)
 
-    def steps_per_epoch(self, rows: int) -> int:
-        return max(1, rows // self.batch_size)
 
-
-def finetune(
-    task: str,
-    out: Path,
-    *,
-    model: Path,
-    data: Path | None = None,
-    test: Path | None = None,
-    validation: Path | None = None,
-    text: str = "text",
-    label: str = "label",
-    console: Console,
-    command: str,
-    **settings: Any,
-) -> int:
-    """Fine-tune a model on a named task or a labeled table; see `tasks.load`, `Settings` and `run`."""
-    chosen = Settings(**settings)
-    loaded = tasks.load(task, data, test=test, validation=validation, text=text, label=label)
-    return run(loaded, model, out, chosen, console, command)
+def finetune(task: str, out: Path, *, model: Path, console: Console, command: str, **options: Any) -> int:
+    """Fine-tune a model on a named task or a labeled table; the options are those of `tasks.load` and `Settings`."""
+    names = [f.name for f in dataclasses.fields(Settings)]
+    settings = Settings(**{name: options.pop(name) for name in names if name in options})
+    return run(tasks.load(task, **options), model, out, settings, console, command)
 
 
 def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Console, command: str) -> int:
     """Fine-tune with each seed, report on the test set, and save the model that is best on the validation set.
 
-    A finished seed is not repeated, and an interrupted one resumes. Returns the exit code: 0, or 128 plus the number
-    of the signal that stopped the run.
+    A finished seed is not repeated, and an interrupted one resumes. Returns an exit code, see `trainer.train`.
     """
-    tokenizer = load_tokenizer(model, settings.max_length)
-    sets = {
-        name: encode(getattr(task, name), tokenizer, tokenizer.model_max_length)
-        for name in ("train", "validation", "test")
-    }
-    sets |= {name: longest_first(sets[name]) for name in ("validation", "test")}
+    runs = FineTuning(task, model, out, settings, console)
     make_folder("out", out)
     with checkpoints.locked(out):
-        _claim(task, model, out, settings)
-        console.print(
-            f"{task.name}: {len(task.train):,} rows to train on, {len(task.validation):,} to select on, "
-            f"{len(task.test):,} to report on ({task.reported_on})",
-            highlight=False,
-        )
-        if (steps := settings.epochs * settings.steps_per_epoch(len(task.train))) < FEW_STEPS:
-            low = settings.learning_rate < HIGH_RATE
-            rate = f" For a small model, also use --learning-rate {HIGH_RATE:g}." if low else ""
-            few = f"Only {steps} steps: use more --epochs or a smaller --batch-size.{rate}"
-            console.print(few, style="yellow", highlight=False)
+        hashes = {"data": task.hash(), "weights": checkpoints.model_hash(model)}
+        own = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "hash": hashes}
+        checkpoints.claim(out, "finetune", own, free=("seeds", "compile"))
+        if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
+            raise UserError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}")
+        runs.print_sizes()
         for seed in range(settings.seeds):
             folder = out / f"seed-{seed}"
             done = (folder / "result.json").exists() and (folder / BEST).exists()
-            if not done and (code := run_seed(seed, task, model, folder, settings, sets, tokenizer, console)):
+            if not done and (code := runs.train(seed, folder)):
                 return code
             checkpoints.remove_old(folder, keep=0)
-        _report(task, model, out, settings, tokenizer, console, command)
+        runs.report(command)
     return 0
 
 
-def _claim(task: TaskData, model: Path, out: Path, settings: Settings) -> None:
-    """Record what is fine-tuned in a folder; refuse a folder with another run."""
-    own = {"task": task.name, "model": str(model), **dataclasses.asdict(settings)}
-    hashes = {"data": task.hash(), "weights": checkpoints.model_hash(model)}
-    saved = checkpoints.claim(out, "finetune", own | hashes)
-    for name in hashes:
-        if saved.get(name) != hashes[name]:
-            raise UserError(f"out={str(out)!r} holds a run with other {name}; choose another folder")
-    for name, value in own.items():
-        if name not in ("seeds", "compile") and saved.get(name) != value:
-            raise UserError(f"out={str(out)!r} holds a run with {name}={saved.get(name)!r}, not {value!r}")
-    if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
-        raise UserError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}")
+@dataclass
+class FineTuning:
+    """Runs with several seeds; see `run`."""
 
+    task: TaskData
+    model: Path
+    out: Path
+    settings: Settings
+    console: Console
 
-def run_seed(
-    seed: int,
-    task: TaskData,
-    model: Path,
-    folder: Path,
-    settings: Settings,
-    sets: dict[str, list[dict[str, Any]]],
-    tokenizer: PreTrainedTokenizerBase,
-    console: Console,
-) -> int:
-    """Train with one seed; keep its best weights, and write its scores to `result.json`."""
-    folder.mkdir(exist_ok=True)
-    steps_per_epoch = settings.steps_per_epoch(len(sets["train"]))
-    steps = settings.epochs * steps_per_epoch
-    set_seed(seed)
-    classifier = load_model(model, task.label_names)
-    too_short = settings.compile == "auto" and steps * settings.seeds < MIN_STEPS_TO_COMPILE
-    compile_model(classifier, "no" if too_short else settings.compile, any_length=True)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=2 * settings.batch_size,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=int(0.06 * steps),
-        weight_decay=0.01,
-        adam_beta2=0.98,
-        adam_epsilon=1e-6,
-        logging_steps=max(1, steps // 30),
-        eval_strategy="steps",
-        eval_steps=steps_per_epoch,
-        save_strategy="steps",
-        save_steps=steps_per_epoch,
-        save_total_limit=2,
-        metric_for_best_model="accuracy",
-        greater_is_better=True,
-        seed=seed,
-        **common_arguments(settings.precision),
-    )
-    trainer = ExactTrainer(
-        classifier,
-        arguments,
-        data_collator=partial(collate, pad_token_id=tokenizer.pad_token_id, max_length=tokenizer.model_max_length),
-        train_dataset=EpochOrder(sets["train"], seed, steps * settings.batch_size, settings.batch_size),
-        eval_dataset=sets["validation"],
-        compute_metrics=_metrics,
-        processing_class=tokenizer,
-    )
-    title = f"{task.name}, seed {seed}"
-    if code := train(trainer, console, title=title, score="accuracy", unit="rows", units_per_step=settings.batch_size):
-        return code
-    best = trainer.state.best_global_step
-    checkpoint = _intact(folder / f"checkpoint-{best}")
-    trainer._load_from_checkpoint(str(checkpoint))
-    scores = trainer.evaluate(sets["test"], metric_key_prefix="test")
-    result = {"seed": seed, "step": best, "validation_accuracy": trainer.state.best_metric}
-    result |= {name: scores[f"test_{name}"] for name in ("accuracy", "f1")}
-    checkpoints.write_folder(folder / BEST, lambda place: shutil.copy(checkpoint / MODEL, place / MODEL))
-    checkpoints.write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
-    return 0
+    def __post_init__(self) -> None:
+        self.tokenizer = load_tokenizer(self.model, self.settings.max_length)
+        self.max_length = self.tokenizer.model_max_length
+        names = ("train", "validation", "test")
+        self.sets = {name: encode(getattr(self.task, name), self.tokenizer, self.max_length) for name in names}
+        self.sets |= {name: longest_first(self.sets[name]) for name in names[1:]}
+        self.steps_per_epoch = max(1, len(self.task.train) // self.settings.batch_size)
+        self.steps = self.settings.epochs * self.steps_per_epoch
+
+    def print_sizes(self) -> None:
+        sizes = [f"{len(rows):,} to {purpose}" for rows, purpose in zip(self.sets.values(), PURPOSES, strict=True)]
+        self.console.print(f"{self.task.name}, rows: {', '.join(sizes)} ({self.task.reported_on})", highlight=False)
+        if self.steps < FEW_STEPS:
+            low = self.settings.learning_rate < HIGH_RATE
+            rate = f" For a small model, also use --learning-rate {HIGH_RATE:g}." if low else ""
+            few = f"Only {self.steps} steps: use more --epochs or a smaller --batch-size.{rate}"
+            self.console.print(few, style="yellow", highlight=False)
+
+    def train(self, seed: int, folder: Path) -> int:
+        """Train with one seed; keep its best weights, and write its scores to `result.json`."""
+        folder.mkdir(exist_ok=True)
+        settings, rows_per_step = self.settings, self.settings.batch_size
+        set_seed(seed)
+        classifier = load_model(self.model, self.task.label_names)
+        too_short = settings.compile == "auto" and self.steps * settings.seeds < MIN_STEPS_TO_COMPILE
+        compile_model(classifier, "no" if too_short else settings.compile, any_length=True)
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=self.steps,
+            per_device_train_batch_size=rows_per_step,
+            per_device_eval_batch_size=2 * rows_per_step,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=int(0.06 * self.steps),
+            weight_decay=0.01,
+            adam_beta2=0.98,
+            adam_epsilon=1e-6,
+            logging_steps=max(1, self.steps // 30),
+            eval_steps=self.steps_per_epoch,
+            save_steps=self.steps_per_epoch,
+            save_total_limit=2,
+            metric_for_best_model="accuracy",
+            greater_is_better=True,
+            seed=seed,
+            **common_arguments(settings.precision),
+        )
+        trainer = ExactTrainer(
+            classifier,
+            arguments,
+            data_collator=partial(collate, pad_token_id=self.tokenizer.pad_token_id, max_length=self.max_length),
+            train_dataset=EpochOrder(self.sets["train"], seed, self.steps * rows_per_step, rows_per_step),
+            eval_dataset=self.sets["validation"],
+            compute_metrics=lambda own: classification_metrics(own.predictions, own.label_ids),
+            processing_class=self.tokenizer,
+        )
+        title = f"{self.task.name}, seed {seed}"
+        if code := train(trainer, self.console, title, score="accuracy", unit="rows", units_per_step=rows_per_step):
+            return code
+        best = trainer.state.best_global_step
+        checkpoint = _intact(folder / f"checkpoint-{best}")
+        trainer._load_from_checkpoint(str(checkpoint))
+        scores = trainer.evaluate(self.sets["test"], metric_key_prefix="test")
+        result = {"seed": seed, "step": best, "validation_accuracy": trainer.state.best_metric}
+        result |= {name: scores[f"test_{name}"] for name in ("accuracy", "f1")}
+        checkpoints.write_folder(folder / BEST, lambda place: shutil.copy(checkpoint / MODEL, place / MODEL))
+        checkpoints.write_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
+        return 0
+
+    def report(self, command: str) -> None:
+        """Write mean and deviation over the seeds, and the best model with its card."""
+        task, out = self.task, self.out
+        seeds = [json.loads((out / f"seed-{s}" / "result.json").read_text()) for s in range(self.settings.seeds)]
+        results: dict[str, Any] = {
+            "task": task.name,
+            "reported_on": task.reported_on,
+            "rows": len(task.test),
+            "note": task.note,
+            "accuracy": spread([result["accuracy"] for result in seeds]),
+            "f1": spread([result["f1"] for result in seeds]),
+            "f1_of": tasks.f1_of(task.label_names),
+            "seeds": seeds,
+            "made_with": sentence(command),
+        }
+        best = max(seeds, key=lambda result: result["validation_accuracy"])
+        weights = load_file(_intact(out / f"seed-{best['seed']}" / BEST) / MODEL)
+        text = f"""\
+Fine-tuned from `{self.model}`; the best of {len(seeds)} seeds on the validation set.
+On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard deviation:
+
+- accuracy: {plus_minus(results["accuracy"], 4)}
+- F1 of {results["f1_of"]}: {plus_minus(results["f1"], 4)}
+
+{task.note}
+"""
+        classifier = load_model(self.model, task.label_names)
+        card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
+        save_model(out / "model", classifier, weights, self.tokenizer, card)
+        checkpoints.write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
+        for name in ("accuracy", "f1"):
+            each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
+            mean = plus_minus(results[name], 2, scale=100)
+            self.console.print(f"{name} in %: {mean} (seeds: {each})", highlight=False)
+        where = f"{len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
+        end = f"on {where}\nscores in {out / 'results.json'}, best model in {out / 'model'}"
+        self.console.print(end, markup=False, highlight=False)
 
 
 def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClassification:
@@ -210,63 +223,7 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def _metrics(prediction: EvalPrediction) -> dict[str, float]:
-    return classification_metrics(prediction.predictions, prediction.label_ids)
-
-
 def _intact(folder: Path) -> Path:
     if wrong := checkpoints.damage(folder):
         raise UserError(f"the best weights are damaged: {wrong}; delete {folder.parent} and run the command again")
     return folder
-
-
-def _report(
-    task: TaskData,
-    model: Path,
-    out: Path,
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    console: Console,
-    command: str,
-) -> None:
-    """Write mean and deviation over the seeds, and the best model with its card."""
-    seeds = [json.loads((out / f"seed-{seed}" / "result.json").read_text()) for seed in range(settings.seeds)]
-    results: dict[str, Any] = {
-        "task": task.name,
-        "reported_on": task.reported_on,
-        "rows": len(task.test),
-        "note": task.note,
-        "accuracy": spread([result["accuracy"] for result in seeds]),
-        "f1": spread([result["f1"] for result in seeds]),
-        "f1_of": tasks.f1_of(task.label_names),
-        "seeds": seeds,
-        "made_with": sentence(command),
-    }
-    best = max(seeds, key=lambda result: result["validation_accuracy"])
-    weights = load_file(_intact(out / f"seed-{best['seed']}" / BEST) / MODEL)
-
-    def fill(folder: Path) -> None:
-        classifier = load_model(model, task.label_names)
-        classifier.load_state_dict(weights)
-        classifier.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        text = f"""\
-Fine-tuned from `{model}`; the best of {len(seeds)} seeds on the validation set.
-On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard deviation:
-
-- accuracy: {plus_minus(results["accuracy"], 4)}
-- F1 of {results["f1_of"]}: {plus_minus(results["f1"], 4)}
-
-{task.note}
-"""
-        title = f"A Linformer fine-tuned on {task.name}"
-        (folder / "README.md").write_text(model_card("text-classification", title, text, command))
-
-    checkpoints.write_folder(out / "model", fill)
-    checkpoints.write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
-    for name in ("accuracy", "f1"):
-        each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
-        console.print(f"{name} in %: {plus_minus(results[name], 2, scale=100)} (seeds: {each})", highlight=False)
-    note = f"; {task.note}" if task.note else ""
-    console.print(f"on {len(task.test):,} rows of {task.reported_on}{note}", markup=False, highlight=False)
-    console.print(f"scores in {out / 'results.json'}, best model in {out / 'model'}", markup=False)

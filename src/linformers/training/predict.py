@@ -26,73 +26,66 @@ from .corpus import Corpus, tokenizer_hash
 from .data import open_text
 from .finetune import load_tokenizer
 from .pretrain import validation_rows
-from .rows import IGNORED, already_batched, collate, encode, longest_first
+from .rows import IGNORED, Vocabulary, already_batched, collate, encode, longest_first
 from .tasks import TaskData
 
+FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
+MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
 BLANK = "the line is blank"
 
 
-def predict(
-    model: Path, file: Path | None, out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
-) -> None:
-    """Predict each line of a file, or of standard input; see `predict_lines`."""
-    if file is not None and not file.is_file():
-        raise UserError(f"file={str(file)!r} does not exist, or is not a file")
+def predict(model: Path, file: Path | None, out: TextIO, **options: Any) -> None:
+    """Predict each line of a file, or of standard input; the options are those of `predict_lines`."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     with open_text(file) if file else nullcontext(sys.stdin) as lines:
-        predict_lines(model, lines, out, pairs=pairs, best=best, batch_size=batch_size)
+        predict_lines(model, lines, out, **options)
 
 
 def predict_lines(
     model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
-) -> int:
+) -> None:
     """Write a JSON object for each line: its label and score, or guesses for its `<mask>`.
 
     With `pairs`, a line has two texts separated by a tab; `best` is the number of guesses. A line that is blank or
     wrong gets an `error`. After all lines, the first error is raised, except for blank lines.
-
-    Returns:
-        The number of lines.
     """
     check_size("best", best)
     check_size("batch_size", batch_size)
     tokenizer = load_tokenizer(model)
     if best > len(tokenizer):
         raise UserError(f"best={best} exceeds the {len(tokenizer)} tokens of the vocabulary")
-    purpose = purpose_of(model)
-    classifies = purpose == "text-classification"
+    classifies = purpose_of(model) == CLASSIFY
     if pairs and not classifies:
         raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
     options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
     pipe = pipeline(
-        purpose,
+        CLASSIFY if classifies else FILL_MASK,
         model=str(model),
         tokenizer=tokenizer,
         dtype=torch.float32,
         device=0 if torch.cuda.is_available() else -1,
         **(options if classifies else {"top_k": best, "tokenizer_kwargs": options}),
     )
-    count, wrong = 0, list[str]()
-    texts = (line.rstrip("\r\n") for line in lines)
-    while batch := list(islice(texts, batch_size)):
-        errors = [_error(text, tokenizer, pairs, masked=not classifies) for text in batch]
-        good = [text for text, error in zip(batch, errors, strict=True) if error is None]
+    wrong: list[str] = []
+    numbered = enumerate((line.rstrip("\r\n") for line in lines), 1)
+    while batch := list(islice(numbered, batch_size)):
+        errors = {number: _error(text, tokenizer, pairs, masked=not classifies) for number, text in batch}
+        good = [text for number, text in batch if errors[number] is None]
         inputs = [dict(zip(("text", "text_pair"), text.split("\t"), strict=True)) for text in good] if pairs else good
         results = pipe(inputs, batch_size=batch_size) if inputs else []
         if not classifies and len(inputs) == 1:  # this pipeline unpacks a list of one
             results = [results]
         answers = iter(results if classifies else map(_guesses, results))
-        for text, error in zip(batch, errors, strict=True):
-            count += 1
+        for number, text in batch:
+            error = errors[number]
             answer = next(answers) if error is None else {"error": error}
             out.write(json.dumps({"text": text, **answer}, ensure_ascii=False) + "\n")
             if error not in (None, BLANK):
-                wrong.append(f"line {count} {error}")
+                wrong.append(f"line {number} {error}")
         out.flush()
     if wrong:
         raise UserError(wrong[0] + (f"; {len(wrong) - 1} more lines have errors" if len(wrong) > 1 else ""))
-    return count
 
 
 def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: bool) -> str | None:
@@ -129,42 +122,38 @@ def evaluate(
 
     Options that have no effect are refused.
     """
-    useless: tuple[tuple[str, object, object], ...] = (("text", text, "text"), ("label", label, "label"))
+    unused: dict[str, tuple[object, object]] = {"text": (text, "text"), "label": (label, "label")}
     if task is not None:
-        useless = (("rows", rows, 1024), ("mask_share", mask_share, 0.15))
-    for option, value, default in useless:
+        unused = {"rows": (rows, 1024), "mask_share": (mask_share, 0.15)}
+    for option, (value, default) in unused.items():
         if value != default:
-            where = "perplexity: name a task" if task is None else f"task={task!r}: it is for perplexity"
-            raise UserError(f"{option}={value!r} has no effect on {where}")
-    if task is None:
-        if data is None:
-            raise UserError("data is missing: name a corpus of linformers prepare, or --task and its data")
-        return perplexity(model, data, console, rows, mask_share=mask_share)
-    check_classifier(model)
-    if not Path(task).suffix:
-        return score(model, tasks.load(task, data, text=text, label=label), console)
-    if data is not None:
-        raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
-    names = list(LinformerConfig.from_pretrained(model).id2label.values())
-    return score(model, tasks.load_rows(Path(task), text, label, names), console)
+            use = "perplexity" if task is None else f"task={task!r}"
+            raise UserError(f"{option}={value!r} has no effect on {use}")
+    if task is not None:
+        network = load_model(model, CLASSIFY)
+        if not Path(task).suffix:
+            return _score(network, model, tasks.load(task, data, text=text, label=label), console)
+        if data is not None:
+            raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
+        names = list(network.config.id2label.values())
+        return _score(network, model, tasks.load_rows(Path(task), text, label, names), console)
+    if data is None:
+        raise UserError("data is missing: name a corpus of linformers prepare, or --task and its data")
+    return perplexity(model, data, console, rows, mask_share)
 
 
-def perplexity(
-    model: Path, data: Path, console: Console, rows: int = 1024, batch_size: int = 16, mask_share: float = 0.15
-) -> dict[str, Any]:
+def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share: float) -> dict[str, Any]:
     """Perplexity of masked tokens of a corpus's validation set, with the masks of pretraining."""
     check_size("rows", rows)
     check_share("mask_share", mask_share)
-    if purpose_of(model) != "fill-mask":
-        raise UserError(f"model={str(model)!r} is not a masked-language model, as perplexity needs")
-    corpus, tokenizer = Corpus.open(data), load_tokenizer(model)
+    network, tokenizer, corpus = load_model(model, FILL_MASK), load_tokenizer(model), Corpus.open(data)
     if corpus.tokenizer_hash != tokenizer_hash(model):
         raise UserError(f"data={str(data)!r} and model={str(model)!r} have different tokenizers")
     corpus.verify()
-    network = _load(LinformerForMaskedLM, model)
-    dataset = validation_rows(corpus, tokenizer, tokenizer.model_max_length, rows, mask_share)
+    vocabulary = Vocabulary.of(tokenizer, corpus.vocab_size)
+    dataset = validation_rows(corpus, vocabulary, tokenizer.model_max_length, rows, mask_share)
     total, count = 0.0, 0
-    for batch in track(DataLoader(dataset, batch_size, collate_fn=already_batched), "rows", console=console):
+    for batch in track(DataLoader(dataset, 16, collate_fn=already_batched), "rows", console=console):
         with torch.no_grad():
             loss = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}).loss
         masked = int((batch["labels"] != IGNORED).sum())
@@ -173,17 +162,15 @@ def perplexity(
     return {**result, "mask_share": mask_share}
 
 
-def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -> dict[str, Any]:
+def _score(network: PreTrainedModel, model: Path, task: TaskData, console: Console) -> dict[str, Any]:
     """Accuracy and F1 of a classifier on the test set of a task."""
-    check_classifier(model)
-    tokenizer = load_tokenizer(model)
-    names = list(LinformerConfig.from_pretrained(model).id2label.values())
+    names = list(network.config.id2label.values())
     if names != task.label_names:
         raise UserError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
-    network = _load(LinformerForSequenceClassification, model)
+    tokenizer = load_tokenizer(model)
     max_length, logits, labels = tokenizer.model_max_length, [], []
     rows: Any = longest_first(encode(task.test, tokenizer, max_length))
-    loader = DataLoader(rows, batch_size, collate_fn=lambda own: collate(own, tokenizer.pad_token_id, max_length))
+    loader = DataLoader(rows, 64, collate_fn=lambda own: collate(own, tokenizer.pad_token_id, max_length))
     for batch in track(loader, task.name, console=console):
         labels.append(batch.pop("labels"))
         with torch.no_grad():
@@ -194,21 +181,19 @@ def score(model: Path, task: TaskData, console: Console, batch_size: int = 64) -
     return {**result, "reported_on": task.reported_on, "note": task.note}
 
 
-def check_classifier(model: Path) -> None:
-    if purpose_of(model) != "text-classification":
-        raise UserError(f"model={str(model)!r} is not a classifier: fine-tune it first")
+def load_model(folder: Path, purpose: str) -> PreTrainedModel:
+    """A saved model for a task of transformers' pipelines, in float32 on the GPU if there is one."""
+    if (found := purpose_of(folder)) != purpose:
+        raise UserError(f"model={str(folder)!r} is for {found}, not for {purpose}")
+    model = MODELS[purpose].from_pretrained(folder, dtype=torch.float32)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def purpose_of(model: Path) -> str:
     """The task of transformers' pipelines that a saved model is for."""
     check_model("model", model)
-    (architecture,) = LinformerConfig.from_pretrained(model).architectures or ["none"]
-    purposes = {"LinformerForMaskedLM": "fill-mask", "LinformerForSequenceClassification": "text-classification"}
-    if architecture not in purposes:
-        raise UserError(f"model={str(model)!r} is a {architecture}, not one of {', '.join(purposes)}")
-    return purposes[architecture]
-
-
-def _load(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
-    model = model_class.from_pretrained(folder, dtype=torch.float32)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    architectures = LinformerConfig.from_pretrained(model).architectures
+    purposes = [purpose for purpose, own in MODELS.items() if [own.__name__] == architectures]
+    if not purposes:
+        raise UserError(f"model={str(model)!r} is a {architectures}, neither for {' nor for '.join(MODELS)}")
+    return purposes[0]

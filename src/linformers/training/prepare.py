@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,11 +19,11 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..checks import check_size, make_folder
+from ..checks import check_share, check_size, make_folder
 from ..errors import UserError
 from ..progress import progress
 from . import data
-from .checkpoints import locked, write_bytes, write_text
+from .checkpoints import locked, write_file
 from .corpus import FORMAT, MANIFEST, TOKENIZER, tokenizer_hash
 
 # What the models take. BERT's tokenizers would also return token types.
@@ -56,25 +56,22 @@ def prepare(
 
     Args:
         sources: files, folders, or names of datasets on the hub (`name` or `name:config`; the split `train` is read).
-        out: the folder to write to.
         vocab_size: the largest vocabulary of a tokenizer trained on `sources`.
         tokenizer: folder or hub name of a tokenizer to use instead of training one.
         validation: like `sources`, for the validation set; these files are excluded from `sources`.
         validation_share: without `validation`, the share of documents to hold out, selected by their hash.
-        text_column: the column of tables that contains the text.
         tokenizer_documents: the number of documents to train the tokenizer on, the same number from each file.
         shard_tokens: the largest number of tokens in a file.
         workers: threads that encode; by default one for each core.
-        console: shows progress and the result.
     """
-    check_size("tokenizer_documents", tokenizer_documents)
-    check_size("shard_tokens", shard_tokens)
     workers = workers if workers is not None else os.cpu_count() or 1
-    check_size("workers", workers)
-    if not validation and not 0 < validation_share < 1:
-        raise UserError(f"validation_share={validation_share} must be above 0 and below 1, or use --validation FILE")
-    all_sources = _find_sources(sources, validation, console)
+    sizes = {"tokenizer_documents": tokenizer_documents, "shard_tokens": shard_tokens, "workers": workers}
+    for name, size in sizes.items():
+        check_size(name, size)
+    if not validation:
+        check_share("validation_share", validation_share)
     share = 0.0 if validation else validation_share
+    all_sources = _find_sources(sources, validation, text_column, share, console)
     own = None if tokenizer is None else load_tokenizer(tokenizer)
 
     make_folder("out", out)
@@ -86,22 +83,20 @@ def prepare(
                 path.unlink()
         if own is None:
             with progress(console) as bars:
-                task = bars.add_task("tokenizer", total=tokenizer_documents)
-                sample = _sample(all_sources, text_column, share, tokenizer_documents, lambda: bars.advance(task))
+                sample = bars.track(_sample(all_sources, tokenizer_documents), description="tokenizer")
                 own = train_tokenizer(sample, vocab_size)
-                bars.update(task, total=bars.tasks[task].completed)
         own.save_pretrained(out / TOKENIZER)
         vocabulary = max(own.get_vocab().values()) + 1
         dtype = np.dtype("uint16" if vocabulary <= MAX_UINT16_VOCABULARY else "uint32").newbyteorder("<")
         began = time.perf_counter()
         with progress(console) as bars:
-            task = bars.add_task("files", total=len(all_sources))
-            documents = _documents(all_sources, text_column, share, lambda: bars.advance(task))
+            tracked = bars.track(all_sources, description="files")
+            documents = chain.from_iterable(source.documents() for source in tracked)
             tokens = encode(documents, out / TOKENIZER / "tokenizer.json", own.eos_token_id, dtype, workers)
             splits = _write_shards(tokens, out, shard_tokens)
-        for empty in (name for name, split in splits.items() if not split["documents"]):
+        if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
-            raise UserError(f"there are no documents for {empty}: {cause}")
+            raise UserError(f"there are no documents for {empty[0]}: {cause}")
         manifest = {
             "format": FORMAT,
             "dtype": dtype.name,
@@ -112,7 +107,7 @@ def prepare(
             "validation_sources": list(validation),
             "splits": splits,
         }
-        write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last, since it makes the folder a corpus
+        write_file(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last, since it makes the folder a corpus
 
     for name, split in splits.items():
         console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
@@ -124,33 +119,28 @@ def prepare(
     return manifest
 
 
-# Sources and splits.
-
-
 @dataclass(frozen=True)
 class Source:
-    """A file, or a dataset on the hub, whose documents belong to a split."""
+    """A file, or a dataset on the hub, whose documents belong to a split, except for the share that is held out."""
 
     name: Path | str
     split: str
+    text_column: str
+    held_out: float
 
-    def texts(self, text_column: str) -> Iterator[str]:
-        if isinstance(self.name, Path):
-            yield from data.documents(self.name, text_column)
-            return
-        path, _, config = self.name.partition(":")
-        for row in data.hub_rows(path, config or None, self.split):
-            data.check_columns(repr(self.name), [text_column], row)
-            if str(row[text_column] or "").strip():
-                yield str(row[text_column])
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """The split and the text of each document.
 
-    def split_of(self, text: str, validation_share: float) -> str:
-        """The split of a document, from its hash: equal documents stay together, and adding others moves none."""
-        place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-        return "validation" if place < validation_share else self.split
+        Documents are held out by their hash: equal ones stay together, and adding others moves none.
+        """
+        for text in data.documents(self.name, self.text_column, self.split):
+            place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+            yield "validation" if place < self.held_out else self.split, text
 
 
-def _find_sources(training: Sequence[str], validation: Sequence[str], console: Console) -> list[Source]:
+def _find_sources(
+    training: Sequence[str], validation: Sequence[str], text_column: str, held_out: float, console: Console
+) -> list[Source]:
     """All sources, first those for validation: what is wrong with them shows early."""
 
     def find(names: Sequence[str]) -> Iterator[Path | str]:
@@ -158,46 +148,29 @@ def _find_sources(training: Sequence[str], validation: Sequence[str], console: C
             is_file = data.file_type(Path(name)) in data.TABLES + data.TEXTS or Path(name).exists()
             yield from data.find_files([name]) if is_file or not HUB_NAME.fullmatch(name) else [name]
 
-    held_out, found = list(find(validation)), list(find(training))
-    known = {name.resolve() for name in held_out if isinstance(name, Path)}
+    validating, found = list(find(validation)), list(find(training))
+    known = {name.resolve() for name in validating if isinstance(name, Path)}
     kept = [name for name in found if isinstance(name, str) or name.resolve() not in known]
     if len(kept) < len(found):
         console.print(f"{len(found) - len(kept)} of the files are for validation and not trained on")
     if not kept:
         raise UserError(f"sources={list(training)} leave nothing to train on; name files, folders or hub datasets")
-    return [*(Source(name, "validation") for name in held_out), *(Source(name, "train") for name in kept)]
+    splits = [*((name, "validation") for name in validating), *((name, "train") for name in kept)]
+    return [Source(name, split, text_column, held_out) for name, split in splits]
 
 
-def _sample(
-    sources: list[Source], text_column: str, share: float, documents: int, on_document: Callable[[], None]
-) -> Iterator[str]:
+def _sample(sources: list[Source], documents: int) -> Iterator[str]:
     """The text to train a tokenizer on: the first documents of each file, the same number from each."""
     training = [source for source in sources if source.split == "train"]
     for number, source in enumerate(training):
         # Rounded so that the numbers add up to `documents`.
-        left = documents * (number + 1) // len(training) - documents * number // len(training)
+        count = documents * (number + 1) // len(training) - documents * number // len(training)
         characters = TOKENIZER_CHARACTERS // len(training)
-        for text in source.texts(text_column) if left else ():
-            if source.split_of(text, share) == "train":
-                yield text[:characters]
-                on_document()
-                left -= 1
-                characters -= len(text)
-            if left == 0 or characters <= 0:
+        for text in islice((text for split, text in source.documents() if split == "train"), count):
+            yield text[:characters]
+            characters -= len(text)
+            if characters <= 0:
                 break
-
-
-def _documents(
-    sources: list[Source], text_column: str, share: float, on_file: Callable[[], None]
-) -> Iterator[tuple[str, str]]:
-    """The split and the text of all documents, in order."""
-    for source in sources:
-        for text in source.texts(text_column):
-            yield source.split_of(text, share), text
-        on_file()
-
-
-# Tokenizers.
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -210,13 +183,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
-    bpe.post_processor = processors.RobertaProcessing(
-        ("</s>", 2), ("<s>", 0), trim_offsets=True, add_prefix_space=False
-    )
+    sizes: Any = {"vocab_size": vocab_size, "special_tokens": special, "initial_alphabet": alphabet}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, **sizes))
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
     names = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": mask}
     tokens = {f"{name}_token": token for name, token in names.items()}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, model_input_names=MODEL_INPUTS, **tokens)
@@ -237,9 +206,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         if getattr(tokenizer, f"{kind}_token_id") is None:
             raise UserError(f"tokenizer={name!r} has no {kind} token; it needs pad, eos and mask tokens")
     return tokenizer
-
-
-# Documents to tokens, tokens to shards.
 
 
 def encode(
@@ -290,7 +256,7 @@ def _write_shards(
         buffers[split] = [rest] if len(rest) else []
         shards = splits[split]["shards"]
         name, content = f"{split}-{len(shards):05d}.bin", ids.tobytes()
-        write_bytes(out / name, content)
+        write_file(out / name, content)
         sha256 = hashlib.sha256(content).hexdigest()
         shards.append({"file": name, "tokens": len(ids), "bytes": len(content), "sha256": sha256})
 

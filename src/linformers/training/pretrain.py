@@ -13,7 +13,7 @@ import torch
 import yaml
 from rich.console import Console
 from torch import distributed as dist
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from .. import LinformerConfig, LinformerForMaskedLM
 from ..checks import check_model, make_folder
@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..provenance import sentence
 from . import checkpoints
 from .corpus import Corpus, tokenizer_hash
-from .recipe import Recipe, differences, read
+from .recipe import FREE, Recipe, read
 from .rows import MaskedRows, Vocabulary, already_batched
 from .trainer import ExactTrainer, common_arguments, compile_model, read_metrics, train
 
@@ -35,11 +35,7 @@ def pretrain(recipe: Path, changes: Sequence[str] = (), *, console: Console, com
 
 
 def run(recipe: Recipe, console: Console, command: str) -> int:
-    """Pretrain by a recipe, from its newest checkpoint if there is one.
-
-    Returns:
-        The exit code: 0, or 128 plus the number of the signal that stopped the run.
-    """
+    """Pretrain by a recipe, from its newest checkpoint if there is one; returns an exit code, see `trainer.train`."""
     out, corpus = Path(recipe.out), Corpus.open(Path(recipe.data))
     make_folder("out", out)
     arguments = training_arguments(recipe)
@@ -70,7 +66,11 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         corpus.verify()
     trainer = make_trainer(recipe, corpus, arguments)
     if arguments.should_save:
-        _claim(recipe, corpus)
+        hashes = {"corpus": corpus.hash, "tokenizer": corpus.tokenizer_hash}
+        if recipe.start is not None:
+            hashes["start"] = checkpoints.model_hash(Path(recipe.start))
+        settings = {"recipe": recipe.to_dict(), "sha256": hashes}
+        checkpoints.claim(Path(recipe.out), "pretrain", settings, [f"recipe.{name}" for name in FREE])
     trainer.accelerator.wait_for_everyone()
     if trainer.check_shared("finished models:", int(model.exists())):
         console.print(f"{model} exists: this run is finished.", highlight=False)
@@ -81,31 +81,14 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
     if (gpus := torch.cuda.device_count()) > 1 and arguments.world_size == 1:
         console.print(f"using 1 of {gpus} GPUs; torchrun --nproc_per_node={gpus} -m linformers … uses all of them")
     title, units = describe(trainer.model.config), recipe.batch_size * recipe.max_length
-    code = train(trainer, console, title=title, score="perplexity", unit="tokens", units_per_step=units)
-    if code:
+    if code := train(trainer, console, title, score="perplexity", unit="tokens", units_per_step=units):
         return code
     weights = trainer.full_weights()  # all processes take part
     if arguments.should_save:
-        perplexity = _save_model(trainer.model, weights, recipe, corpus, command)
-        console.print(f"validation perplexity {perplexity:.2f}; model in {model}", markup=False)
+        _save_result(trainer.model, weights, recipe, corpus, command)
+        console.print(f"model in {model}", markup=False)
     trainer.accelerator.wait_for_everyone()
     return 0
-
-
-def _claim(recipe: Recipe, corpus: Corpus) -> None:
-    """Record what is trained in a folder; refuse a folder with another run."""
-    start = None if recipe.start is None else checkpoints.model_hash(Path(recipe.start))
-    settings = {"recipe": recipe.to_dict(), "tokenizer": corpus.tokenizer_hash, "corpus": corpus.hash, "start": start}
-    saved = checkpoints.claim(Path(recipe.out), "pretrain", settings)
-    if changed := differences(recipe, saved["recipe"]):
-        raise UserError(f"out={recipe.out!r} holds another run: {'; '.join(changed)}; choose another out")
-    for name, argument in {"tokenizer": "data", "corpus": "data", "start": "start"}.items():
-        if saved.get(name) != settings[name]:
-            value = getattr(recipe, argument)
-            raise UserError(f"{argument}={value!r} has other content than in the run in out={recipe.out!r} ({name})")
-
-
-# Model, rows and trainer.
 
 
 def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -> ExactTrainer:
@@ -117,13 +100,14 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
     compile_model(model, recipe.compile)
     if recipe.shard:
         shard(model)
-    validation = validation_rows(corpus, tokenizer, recipe.max_length, recipe.eval_rows, recipe.mask_share)
+    rows, length, mask_share = recipe.steps * recipe.batch_size, recipe.max_length, recipe.mask_share
+    vocabulary, tokens = Vocabulary.of(tokenizer, corpus.vocab_size), corpus.tokens("train")
     return ExactTrainer(
         model,
         arguments,
         data_collator=already_batched,
-        train_dataset=training_rows(recipe, corpus, tokenizer),
-        eval_dataset=validation,
+        eval_dataset=validation_rows(corpus, vocabulary, length, recipe.eval_rows, mask_share),
+        train_dataset=MaskedRows(tokens, vocabulary, rows, length, recipe.seed, mask_share, recipe.short_rows),
         processing_class=tokenizer,
     )
 
@@ -133,13 +117,11 @@ def load_start(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> Linfo
     folder = Path(recipe.start or "")
     check_model("start", folder)
     saved = LinformerConfig.from_pretrained(folder)
-    if saved.architectures != [LinformerForMaskedLM.__name__]:
-        raise UserError(f"start={recipe.start!r} is a {saved.architectures}, not a {LinformerForMaskedLM.__name__}")
+    if saved.architectures != ["LinformerForMaskedLM"]:
+        raise UserError(f"start={recipe.start!r} is a {saved.architectures}, not a LinformerForMaskedLM")
     if tokenizer_hash(folder) != corpus.tokenizer_hash:
-        raise UserError(
-            f"data={recipe.data!r} and start={recipe.start!r} have different tokenizers; prepare the data with "
-            f"--tokenizer {recipe.start}"
-        )
+        tokenizers = f"data={recipe.data!r} and start={recipe.start!r} have different tokenizers"
+        raise UserError(f"{tokenizers}; prepare the data with --tokenizer {recipe.start}")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if getattr(saved, name) != getattr(config, name):
             raise UserError(f"start={recipe.start!r} has {name}={getattr(saved, name)}, not {getattr(config, name)}")
@@ -161,52 +143,23 @@ def shard(model: LinformerForMaskedLM) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def training_rows(recipe: Recipe, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> MaskedRows:
-    return MaskedRows(
-        corpus.tokens("train"),
-        Vocabulary.of(tokenizer, corpus.vocab_size),
-        rows=recipe.steps * recipe.batch_size,
-        length=recipe.max_length,
-        seed=recipe.seed,
-        mask_share=recipe.mask_share,
-        short_rows=recipe.short_rows,
-    )
-
-
-def validation_rows(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, max_rows: int, mask_share: float = 0.15
-) -> MaskedRows:
+def validation_rows(corpus: Corpus, vocabulary: Vocabulary, length: int, max_rows: int, share: float) -> MaskedRows:
     """The first rows of the validation set, with the same masks in every run."""
-    tokens, vocabulary = corpus.tokens("validation"), Vocabulary.of(tokenizer, corpus.vocab_size)
-    if len(tokens) < length:
-        raise UserError(
-            f"the validation set of {str(corpus.folder)!r} has {len(tokens)} tokens, fewer than a row of {length}; "
-            "prepare it with a larger --validation-share"
-        )
-    rows, seed = min(max_rows, len(tokens) // length), VALIDATION_SEED
-    return MaskedRows(tokens, vocabulary, rows=rows, length=length, seed=seed, mask_share=mask_share, shuffle=False)
+    tokens = corpus.tokens("validation")
+    rows = min(max_rows, len(tokens) // length)
+    return MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, share, shuffle=False)
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
-    same = (
-        "learning_rate",
-        "warmup_steps",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "weight_decay",
-        "max_grad_norm",
-    )
+    same = ("learning_rate", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "seed")
     arguments = TrainingArguments(
-        **{name: getattr(recipe, name) for name in (*same, "gradient_checkpointing", "seed")},
+        **{name: getattr(recipe, name) for name in (*same, "max_grad_norm", "gradient_checkpointing")},
         output_dir=recipe.out,
         max_steps=recipe.steps,
         lr_scheduler_type="constant_with_warmup" if recipe.schedule == "constant" else recipe.schedule,
         logging_steps=recipe.log_every,
-        eval_strategy="steps",
         eval_steps=recipe.eval_every,
-        save_strategy="steps",
         save_steps=recipe.save_every,
         save_total_limit=recipe.keep,
         gradient_checkpointing_kwargs={"use_reentrant": False} if recipe.gradient_checkpointing else None,
@@ -217,25 +170,22 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         ddp_backend="gloo" if dist.is_torchelastic_launched() and not on_gpu else None,
         **common_arguments(recipe.precision),
     )
-    arguments.per_device_train_batch_size = recipe.rows_per_pass(arguments.world_size)
-    arguments.per_device_eval_batch_size = recipe.rows_per_pass(arguments.world_size)
+    rows = recipe.rows_per_pass(arguments.world_size)
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = rows
     arguments.gradient_accumulation_steps = recipe.accumulation_steps(arguments.world_size)
     return arguments
 
 
-# The result.
-
-
-def _save_model(
+def _save_result(
     model: LinformerForMaskedLM, weights: dict[str, Any], recipe: Recipe, corpus: Corpus, command: str
-) -> float:
-    """Save the model with its card, plot the curve, and return the last perplexity."""
+) -> None:
+    """Plot the curve, and save the model with its card."""
     out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
+    tokenizer.model_max_length = model.config.max_position_embeddings
     records, splits = read_metrics(out), corpus.manifest["splits"]
     held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
-    size = sum(parameter.numel() for parameter in model.parameters())
     text = f"""\
-An encoder of {size / 1e6:.1f}M parameters, pretrained by masked-language modeling.
+An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by masked-language modeling.
 
 - Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
 - Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
@@ -245,19 +195,12 @@ An encoder of {size / 1e6:.1f}M parameters, pretrained by masked-language modeli
 {yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
 ```
 """
-
-    def fill(folder: Path) -> None:
-        model.save_pretrained(folder, state_dict=weights)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(model_card("fill-mask", title, text, command))
-
     if find_spec("matplotlib"):
         from .. import plots
 
         plots.training({title: records}, out / "curve.png")
-    checkpoints.write_folder(out / "model", fill)  # last: it marks the run as finished
-    return records[-1]["perplexity"]
+    card = model_card("fill-mask", title, text, command)
+    save_model(out / "model", model, weights, tokenizer, card)  # last: it marks the run as finished
 
 
 def describe(config: LinformerConfig) -> str:
@@ -288,3 +231,14 @@ pipe = pipeline("{task}", model=".")
 {text}
 {sentence(command)}
 """
+
+
+def save_model(
+    folder: Path, model: PreTrainedModel, weights: dict[str, Any], tokenizer: PreTrainedTokenizerBase, card: str
+) -> None:
+    def fill(unfinished: Path) -> None:
+        model.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(card)
+
+    checkpoints.write_folder(folder, fill)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .. import LinformerConfig
-from ..checks import check_choice, check_positive, check_probability, check_size, did_you_mean, is_number, nearest_name
+from .. import LinformerConfig, checks
 from ..errors import UserError
 
 PRECISIONS = ("auto", "bf16", "float32")
@@ -62,29 +61,27 @@ class Recipe:
     seed: int = 0  # of initial weights, rows, masks and dropout
 
     def __post_init__(self) -> None:
-        for name in ("data", "out"):
+        for name in ("data", "out") if self.start is None else ("data", "out", "start"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise UserError(f"{name}={getattr(self, name)!r} must be a folder")
-        if not isinstance(self.start, str | None) or self.start == "":
-            raise UserError(f"start={self.start!r} must be the folder of a model, or null")
-        checks: dict[Any, tuple[str, ...]] = {
-            check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
+        fields: dict[Any, tuple[str, ...]] = {
+            checks.check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
             _check_count: ("warmup_steps", "workers", "rows_at_once", "seed"),
-            check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm", "mask_share"),
-            check_probability: ("adam_beta1", "adam_beta2", "mask_share", "weight_decay", "short_rows"),
-            _check_bool: ("deterministic", "gradient_checkpointing", "shard"),
+            checks.check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm"),
+            checks.check_probability: ("adam_beta1", "adam_beta2", "weight_decay", "short_rows"),
+            checks.check_share: ("mask_share",),
+            checks.check_flag: ("deterministic", "gradient_checkpointing", "shard"),
         }
-        for check, names in checks.items():
+        for check, names in fields.items():
             for name in names:
                 check(name, getattr(self, name))
-        check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
-        check_choice("precision", self.precision, PRECISIONS)
-        check_choice("compile", self.compile, COMPILE)
-        fields = [f"model.{f.name}" for f in dataclasses.fields(LinformerConfig)]
-        for name in _model_fields(self.model):
+        checks.check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
+        checks.check_choice("precision", self.precision, PRECISIONS)
+        checks.check_choice("compile", self.compile, COMPILE)
+        for name in _model_fields(self.to_dict()):
             if name in FROM_CORPUS:
                 raise UserError(f"model.{name} cannot be set in a recipe: it follows from the corpus")
-            _check_key(f"model.{name}", fields)
+            _check_key(f"model.{name}", [f"model.{f.name}" for f in dataclasses.fields(LinformerConfig)])
         self.config(vocab_size=50_000)  # checks the values
 
     def config(self, **vocabulary: Any) -> LinformerConfig:
@@ -120,26 +117,14 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     values, variants = _load(path)
     overrides: dict[str, Any] = {}
     for change in changes:
-        name, equals, text = change.partition("=")
-        if not equals:
-            raise UserError(f"{change!r} is not of the form key=value, such as steps=100")
-        try:
-            value = yaml.load(text, _Loader)
-        except yaml.YAMLError:
-            raise UserError(f"{change!r}: the value is not YAML") from None
-        section, _, key = name.partition(".")
-        if key:
-            _check_key(section, ["model"])
-        overrides = _merge(overrides, {"model": {key: value}} if key else {name: value})
-    variant = overrides.pop("variant", None)
-    if variants or variant is not None:
-        _check_variant(path, variant, variants)
+        overrides = _merge(overrides, _parse(change))
+    if variants:
+        checks.check_choice("variant", variant := overrides.pop("variant", None), variants)
         values = _merge(values, variants[variant])
         values["out"] = str(values.get("out")).replace("{variant}", variant)
     values = _merge(values, overrides)
-    values["model"] = _model_fields(values.get("model"))
-    for f in dataclasses.fields(Recipe):
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values:
+    for f in dataclasses.fields(Recipe)[:3]:  # those without a default
+        if f.name not in values:
             raise UserError(f"{path} has no {f.name!r}; add it, or pass {f.name}=…")
     for name in values:
         _check_key(str(name), [f.name for f in dataclasses.fields(Recipe)])
@@ -153,18 +138,20 @@ def variant_names(path: Path) -> list[str]:
     return list(_load(path)[1])
 
 
-def differences(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
-    """How a recipe differs from the saved recipe of a run, in fields that change what is computed."""
-
-    def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {**values, "model": None, **{f"model.{name}": value for name, value in values["model"].items()}}
-
-    new, old = flat(recipe.to_dict()), flat(saved)
-    return [
-        f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-        for name in dict.fromkeys([*new, *old])
-        if name not in FREE and old.get(name) != new.get(name)
-    ]
+def _parse(change: str) -> dict[str, Any]:
+    """The keys and values that a change such as `steps=100` sets."""
+    name, equals, text = change.partition("=")
+    if not equals:
+        raise UserError(f"{change!r} is not of the form key=value, such as steps=100")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise UserError(f"{change!r}: the value is not YAML") from None
+    section, _, key = name.partition(".")
+    if not key:
+        return {name: value}
+    _check_key(section, ["model"])
+    return {"model": {key: value}}
 
 
 class _Loader(yaml.SafeLoader):
@@ -180,8 +167,6 @@ def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[st
     """The values of a file over those of its `base`, and its variants."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise UserError(f"recipe {str(path)!r} does not exist") from None
     except OSError as error:
         raise UserError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -202,50 +187,27 @@ def _expand(path: Path, variants: Any) -> dict[str, dict[str, Any]]:
     grid = variants if isinstance(variants, list) else [variants]
     if not all(isinstance(axis, dict) and all(isinstance(own, dict) for own in axis.values()) for axis in grid):
         raise UserError(f"{path} has variants={variants!r}, expected a table of names and changed keys")
-    expanded: dict[str, dict[str, Any]] = {}
-    for entries in itertools.product(*(axis.items() for axis in grid)):
-        merged: dict[str, Any] = {}
-        for _, own in entries:
-            merged = _merge(merged, own)
-        expanded["-".join(name for name, _ in entries)] = merged
-    return expanded
-
-
-def _check_variant(path: Path, variant: Any, variants: Mapping[str, Any]) -> None:
-    if not variants:
-        raise UserError(f"variant={variant!r}: {path} has no variants")
-    if variant is None:
-        raise UserError(f"{path} needs variant=NAME, one of {', '.join(variants)}")
-    if variant not in variants:
-        near = difflib.get_close_matches(str(variant), variants, n=5, cutoff=0.3) or list(variants)[:5]
-        raise UserError(f"variant={variant!r} is not in {path}; near names are {', '.join(near)}")
+    cells = [list(zip(*cell, strict=True)) for cell in itertools.product(*(axis.items() for axis in grid)) if cell]
+    return {"-".join(names): functools.reduce(_merge, changes) for names, changes in cells}
 
 
 def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`changes` over `values`; the model's fields are merged one by one."""
-    merged = {**values, **changes}
-    if "model" in values and "model" in changes:
-        merged["model"] = {**_model_fields(values["model"]), **_model_fields(changes["model"])}
-    return merged
+    return {**values, **changes, "model": {**_model_fields(values), **_model_fields(changes)}}
 
 
-def _model_fields(fields: Any) -> dict[str, Any]:
-    if not isinstance(fields or {}, dict):
+def _model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    fields = values.get("model") or {}
+    if not isinstance(fields, dict):
         raise UserError(f"model={fields!r} must be fields of LinformerConfig, such as projected_length: 128")
-    return fields or {}
+    return fields
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not is_number(value, int) or value < 0:
+    if not checks.is_number(value, int) or value < 0:
         raise UserError(f"{name}={value!r} must be 0 or a positive integer")
 
 
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"{name}={value!r} must be true or false")
-
-
-def _check_key(name: str, names: Iterable[str]) -> None:
-    names = list(names)
+def _check_key(name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise UserError(f"{name!r} is not a key of a recipe{did_you_mean(nearest_name(name, names))}")
+        raise UserError(f"{name!r} is not a key of a recipe{checks.did_you_mean(checks.nearest_name(name, names))}")

@@ -12,16 +12,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..checks import check_size
 from ..errors import UserError
 from .corpus import TokenStream
 
 IGNORED = -100  # the label of tokens that are not predicted
 # Rows that share a random generator: drawing for many rows at once is several times as fast.
 BLOCK = 16
-
-
-# Masked-language modeling.
+MAX_GROUP = 16  # batches of an epoch that are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -38,51 +35,35 @@ class Vocabulary:
         return cls(size, tokenizer.mask_token_id, tokenizer.pad_token_id, tuple(tokenizer.all_special_ids))
 
 
+@dataclass(eq=False)
 class MaskedRows(Dataset):
     """Rows of a corpus with 15% of the tokens to predict: 80% masked, 10% replaced, 10% kept (Devlin et al., 2019).
 
     An epoch is a random permutation of all rows, cut from a random offset of the corpus. There is no state, so a
     resumed run, or one with another number of processes, sees the same rows.
-
-    Args:
-        stream: the tokens of the corpus.
-        vocabulary: the special tokens, and the tokens that may replace others.
-        rows: the number of rows.
-        length: n, the tokens in a row.
-        seed: the seed of the run.
-        mask_share: the share of tokens to predict.
-        short_rows: the share of rows that are padded from a random position on.
-        shuffle: whether rows are in random order.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        vocabulary: Vocabulary,
-        *,
-        rows: int,
-        length: int,
-        seed: int,
-        mask_share: float = 0.15,
-        short_rows: float = 0.0,
-        shuffle: bool = True,
-    ) -> None:
-        self.stream, self.vocabulary = stream, vocabulary
-        self.rows, self.length, self.seed = rows, length, seed
-        self.mask_share, self.short_rows, self.shuffle = mask_share, short_rows, shuffle
+    stream: TokenStream
+    vocabulary: Vocabulary
+    rows: int  # the number of rows
+    length: int  # n, the tokens in a row
+    seed: int
+    mask_share: float = 0.15  # of tokens to predict
+    short_rows: float = 0.0  # share of rows that are padded from a random position on
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
         # Shuffled rows start at a random token of the first row.
-        self.rows_in_epoch = (len(stream) - (length if shuffle else 0)) // length
+        self.rows_in_epoch = len(self.stream) // self.length - self.shuffle
         if self.rows_in_epoch < 1:
-            needed = 2 * length if shuffle else length
-            raise UserError(f"the corpus has {len(stream)} tokens, but rows of {length} need at least {needed}")
-        self.ordinary = np.setdiff1d(np.arange(vocabulary.size), vocabulary.special)
+            split, needed = ("training", 2) if self.shuffle else ("validation", 1)
+            needed *= self.length
+            raise UserError(f"the {split} set has {len(self.stream)} tokens, but rows of {self.length} need {needed}")
+        self.ordinary = np.setdiff1d(np.arange(self.vocabulary.size), self.vocabulary.special)
         self._epoch: tuple[int, int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.rows
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {name: tensor[0] for name, tensor in self.__getitems__([number]).items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """A batch of rows, each of shape (b, n); `DataLoader` calls this for whole batches."""
@@ -147,9 +128,6 @@ def already_batched(batch: Any) -> Any:
     return batch
 
 
-# Labeled texts.
-
-
 class Example(NamedTuple):
     """A text, or a pair of texts, and its label."""
 
@@ -160,7 +138,6 @@ class Example(NamedTuple):
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
     """Rows with at most `max_length` `input_ids`, and `label`; the longer text of a pair is truncated first."""
-    check_size("max_length", max_length)
     rows: list[dict[str, Any]] = []
     for start in range(0, len(examples), 1000):
         texts, pairs, labels = zip(*examples[start : start + 1000], strict=True)
@@ -177,12 +154,10 @@ def longest_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -len(row["input_ids"]))
 
 
-def collate(
-    rows: Sequence[Mapping[str, Any]], pad_token_id: int, max_length: int, multiple_of: int = 8
-) -> dict[str, Tensor]:
-    """A batch as wide as its longest row, rounded up to a multiple of `multiple_of`, at most `max_length`."""
+def collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int, max_length: int) -> dict[str, Tensor]:
+    """A batch as wide as its longest row, rounded up to a multiple of 8, at most `max_length`."""
     lengths = [len(row["input_ids"]) for row in rows]
-    width = min(-(-max(lengths) // multiple_of) * multiple_of, max_length)
+    width = min(-(-max(lengths) // 8) * 8, max_length)
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
     for row, own in zip(rows, input_ids, strict=True):
         own[: len(row["input_ids"])] = row["input_ids"]
@@ -193,24 +168,21 @@ def collate(
     }
 
 
+@dataclass(eq=False)
 class EpochOrder(Dataset):
     """Rows in a new order each epoch; item g depends on the seed and g alone, so that a run can resume at any g.
 
     The rows of a batch have similar lengths, to save padding: groups of batches are sorted by length, and the batches
-    of a group are shuffled.
-
-    Args:
-        rows: the R rows; an epoch, the items g with the same g // R, contains each row once.
-        seed: the seed of the orders, below 2**64.
-        total_rows: the number of items.
-        batch_size: rows in a batch.
+    of a group are shuffled. A group has at most a quarter of an epoch, so that the same rows seldom meet again.
     """
 
-    max_group = 16  # batches; and at most a quarter of an epoch, so that the same rows seldom meet again
+    rows: Sequence[dict[str, Any]]  # R rows; an epoch, the items g with the same g // R, contains each row once
+    seed: int  # below 2**64
+    total_rows: int  # the number of items
+    batch_size: int = 1
 
-    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, total_rows: int, batch_size: int = 1) -> None:
-        self.rows, self.seed, self.total_rows, self.batch_size = rows, seed, total_rows, batch_size
-        self.lengths = np.array([len(row["input_ids"]) for row in rows])
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(row["input_ids"]) for row in self.rows])
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -235,7 +207,7 @@ class EpochOrder(Dataset):
         order = shuffled(rows)
         first = -epoch * rows % self.batch_size  # rows before it complete a batch of the previous epoch
         batches = max(0, rows - first) // self.batch_size
-        group = max(1, min(self.max_group, batches // 4))
+        group = max(1, min(MAX_GROUP, batches // 4))
         for start in range(0, batches, group):
             count = min(group, batches - start)
             places = slice(first + start * self.batch_size, first + (start + count) * self.batch_size)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,15 +24,15 @@ class Task(NamedTuple):
 
     text_columns: tuple[str, ...]
     label_names: tuple[str, ...]
-    hub: tuple[str, str | None]  # name and configuration on the hub
+    hub: str  # the dataset, or dataset:config
     reported: str = "validation"
 
 
 TASKS = {
-    "sst2": Task(("sentence",), ("negative", "positive"), ("nyu-mll/glue", "sst2")),
-    "imdb": Task(("text",), ("negative", "positive"), ("stanfordnlp/imdb", None), reported="test"),
-    "qnli": Task(("question", "sentence"), ("entailment", "not_entailment"), ("nyu-mll/glue", "qnli")),
-    "qqp": Task(("question1", "question2"), ("not_duplicate", "duplicate"), ("nyu-mll/glue", "qqp")),
+    "sst2": Task(("sentence",), ("negative", "positive"), "nyu-mll/glue:sst2"),
+    "imdb": Task(("text",), ("negative", "positive"), "stanfordnlp/imdb", reported="test"),
+    "qnli": Task(("question", "sentence"), ("entailment", "not_entailment"), "nyu-mll/glue:qnli"),
+    "qqp": Task(("question1", "question2"), ("not_duplicate", "duplicate"), "nyu-mll/glue:qqp"),
 }
 
 
@@ -86,8 +85,6 @@ def load(
         return _split(task, tables[0], None, tables[1], "", list(TASKS[task].label_names))
     if data is not None:
         raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
-    if not Path(task).is_file():
-        raise UserError(f"task={task!r} is neither a file nor one of {', '.join(TASKS)}")
     path, note = Path(task), ""
     train = _file_table("task", path, text, label)
     selected = None if validation is None else _file_table("validation", validation, text, label)
@@ -123,38 +120,33 @@ class _Table(NamedTuple):
 
 
 def _named_table(task: str, split: str, data: Path | None) -> _Table:
-    columns = TASKS[task].text_columns
     if data is None:
-        path, config = TASKS[task].hub
-        name = "/".join(filter(None, (path, config, split)))
-        return _table(name, name, files.hub_rows(path, config, split), columns, "label")
+        return _table(TASKS[task].hub, f"{TASKS[task].hub}/{split}", TASKS[task].text_columns, "label", split)
     folder = data / task
     if not folder.is_dir():
         raise UserError(f"data={str(data)!r} has no folder {task!r}")
-    tables = sorted(path for path in folder.iterdir() if files.file_type(path) in files.TABLES)
-    found = [path for path in tables if path.name.split(".")[0] == split]
+    tables = [path for path in folder.iterdir() if files.file_type(path) in files.TABLES]
+    found = sorted(path for path in tables if path.name.split(".")[0] == split)
     if len(found) != 1:
-        several = f"several files {split!r}: {', '.join(path.name for path in found)}; keep one"
-        raise UserError(f"{folder} has {several if found else f'no table {split!r} ({files.FILE_TYPES})'}")
-    return _table(str(found[0]), found[0].name, files.rows(found[0], [*columns, "label"]), columns, "label")
+        names = ", ".join(path.name for path in found) or "none"
+        raise UserError(f"{folder} must have one table {split!r} ({files.FILE_TYPES}), but has {names}")
+    return _table(found[0], found[0].name, TASKS[task].text_columns, "label")
 
 
 def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
     columns = text.split(",")
-    if not path.is_file():
-        raise UserError(f"there is no file {argument}={str(path)!r}")
-    if files.file_type(path) not in files.TABLES:
+    if not path.is_file() or files.file_type(path) not in files.TABLES:
         raise UserError(f"{argument}={str(path)!r} is not a table ({', '.join(files.TABLES)}; plain, .gz or .xz)")
     if len(columns) > 2 or len({*columns, label}) != len(columns) + 1:
         raise UserError(f"text={text!r} and label={label!r} must be one or two columns of text and another of labels")
-    return _table(str(path), path.name, files.rows(path, [*columns, label]), columns, label)
+    return _table(path, path.name, columns, label)
 
 
 def _table(
-    where: str, name: str, rows: Iterable[Mapping[str, Any]], text_columns: Sequence[str], label_column: str
+    where: Path | str, name: str, text_columns: Sequence[str], label_column: str, split: str = "train"
 ) -> _Table:
     found: list[tuple[str, str | None, str]] = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(files.rows(where, [*text_columns, label_column], split), 1):
         texts = ["" if row[column] is None else row[column] for column in text_columns]  # some of Quora's are missing
         for column, text in zip(text_columns, texts, strict=True):
             if not isinstance(text, str):
@@ -167,7 +159,7 @@ def _table(
         found.append((texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
     if not any(text.strip() for text, _, _ in found) or not any(pair is None or pair.strip() for _, pair, _ in found):
         raise UserError(f"{where} has no text in the columns {', '.join(map(repr, text_columns))}")
-    return _Table(where, name, found)
+    return _Table(str(where), name, found)
 
 
 def _split(
@@ -175,18 +167,21 @@ def _split(
 ) -> TaskData:
     """Number the labels, and hold out the sets that are not given."""
     numbers = {} if names is None else {str(number): number for number in range(len(names))}
-    names = names or _label_names(label for _, _, label in train.rows)
+    if names is None:
+        names = sorted({label for _, _, label in train.rows})
+        if all(re.fullmatch(r"-?\d+", name) for name in names):
+            names.sort(key=int)
     numbers |= {label: number for number, label in enumerate(names)}
     examples = train.examples(numbers)
     if len({example.label for example in examples}) == 1:
         raise UserError(f"{train.where} has the single label {train.rows[0][-1]!r}; a classifier needs two or more")
-    parts = [np.array([held_out(example.text, part) for example in examples]) for part in range(2)]
-    sets = [
-        list(compress(examples, chosen)) if table is None else table.examples(numbers)
-        for chosen, table in zip(parts, (validation, test), strict=True)
-    ]
-    taken = [chosen for chosen, table in zip(parts, (validation, test), strict=True) if table is None]
-    rest = list(compress(examples, ~np.any(taken, axis=0))) if taken else examples
+    rest, sets = examples, []
+    for part, table in enumerate((validation, test)):
+        if table is None:
+            sets.append([example for example in rest if held_out(example.text, part)])
+            rest = [example for example in rest if not held_out(example.text, part)]
+        else:
+            sets.append(table.examples(numbers))
     if not (rest and all(sets)):
         raise UserError(
             f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
@@ -196,20 +191,11 @@ def _split(
     return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
 
 
-def _label_names(labels: Iterable[str]) -> list[str]:
-    """The distinct labels, sorted; by value if all of them are numbers."""
-    names = sorted(set(labels))
-    return sorted(names, key=int) if all(re.fullmatch(r"-?\d+", name) for name in names) else names
-
-
 def held_out(text: str, part: int) -> bool:
     """Whether a text belongs to part 0, 1, … of 5% each, by its hash: equal texts stay together in any order."""
     # Copies of a data set differ in the space at the end of texts.
     digest = blake2b(text.strip().encode(), digest_size=8).digest()
     return part * HELD_OUT <= int.from_bytes(digest, "big") / 2**64 < (part + 1) * HELD_OUT
-
-
-# Scores.
 
 
 def classification_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:

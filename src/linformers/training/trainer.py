@@ -30,14 +30,6 @@ METRICS = "metrics.jsonl"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class NotFiniteError(UserError):
-    """A loss or gradient was NaN or infinite; the weights are those before that step."""
-
-
-class CannotSaveError(UserError):
-    """A checkpoint could not be written; earlier ones are unchanged."""
-
-
 class ExactTrainer(Trainer):
     """A Trainer that never loses more than the steps since the last checkpoint.
 
@@ -73,11 +65,9 @@ class ExactTrainer(Trainer):
         # All processes take part in gathering; the first one writes.
         weights = self.full_weights()
         optimizer = checkpoints.optimizer_tensors(self.model, self.optimizer.optimizer)
-        scheduler = {name: value for name, value in self.lr_scheduler.state_dict().items() if name != "lr_lambdas"}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         training = {
-            "groups": groups,
-            "scheduler": scheduler,
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+            "scheduler": {k: v for k, v in self.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
             "last_logged": self._globalstep_last_logged,
             "losses": self.gather(self._tr_loss.item()),
             "random": self.gather(checkpoints.random_state()),
@@ -98,12 +88,8 @@ class ExactTrainer(Trainer):
             try:
                 checkpoints.write_folder(folder, fill)
             except (OSError, SafetensorError) as error:
-                raise CannotSaveError(
-                    f"{folder} could not be written ({error}), {self._last_checkpoint()}; "
-                    "make room and run the command again"
-                ) from error
-            protected = run / f"checkpoint-{best}" if best else None
-            checkpoints.remove_old(run, self.args.save_total_limit or 1, protected)
+                raise UserError(f"{folder} could not be written ({error}); {self._last_checkpoint()}") from error
+            checkpoints.remove_old(run, self.args.save_total_limit or 1, run / f"checkpoint-{best}")
         self.accelerator.wait_for_everyone()
 
     def _last_checkpoint(self) -> str:
@@ -127,12 +113,8 @@ class ExactTrainer(Trainer):
 
     def check_shared(self, what: str, number: int) -> int:
         """Check that all processes found the same number in the folder of the run."""
-        found = sorted(set(self.gather(number)))
-        if len(found) > 1:
-            raise UserError(
-                f"the processes see {what} {' and '.join(map(str, found))} in out={self.args.output_dir!r}; "
-                "it must be a folder that all machines share"
-            )
+        if len(found := set(self.gather(number))) > 1:
+            raise UserError(f"out={self.args.output_dir!r} is not shared by all processes: they see {what} {found}")
         return number
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -186,8 +168,7 @@ class ExactTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if "projections." not in name]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: transformers would iterate over all parameters in each step."""
-        return 0
+        return 0  # transformers would iterate over all parameters in each step
 
     def get_train_dataloader(self) -> Any:
         """Loading processes ignore signals: if SIGTERM killed one, the run could not save."""
@@ -213,13 +194,13 @@ class ExactTrainer(Trainer):
         return norm
 
     def _check_finite(self) -> None:
-        """Raise `NotFiniteError` if the last gradients were not finite."""
+        """End the run if the last gradients were not finite."""
         if self._not_finite is None:
             return
         (step, flag), self._not_finite = self._not_finite, None
         if flag.value():
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            raise NotFiniteError(
+            raise UserError(
                 f"the loss or a gradient is not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
                 f"the weights are unchanged, and {self._last_checkpoint()}; lower the learning rate"
             )
@@ -231,7 +212,7 @@ class AsyncScalar:
     def __init__(self, tensor: Tensor) -> None:
         self.copy = tensor.to("cpu", non_blocking=True)
         self.arrived = torch.cuda.Event() if tensor.is_cuda else None
-        if self.arrived is not None:
+        if self.arrived:
             self.arrived.record()
 
     def value(self) -> float:
@@ -247,13 +228,10 @@ class _SignalCallback(TrainerCallback):
         self.trainer = trainer
         self.received = 0
         self.known: AsyncScalar | None = None  # what any of several processes had received a step ago
-        self.handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.restore_loss()
         state.compute_steps(args, state.max_steps)  # the checkpoint has the intervals of the earlier run
-        for number in SIGNALS:
-            self.handlers[number] = signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
         self.received = number
@@ -270,17 +248,11 @@ class _SignalCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """A signal during the last step must still stop the command."""
         received = int(self._of_all_processes().value()) if args.world_size > 1 else self.received
-        if received:
-            self.trainer.stopped_by = received
+        self.trainer.stopped_by = received or self.trainer.stopped_by
 
     def _of_all_processes(self) -> AsyncScalar:
         flag = torch.tensor([self.received], device=self.trainer.args.device)
         return AsyncScalar(self.trainer.accelerator.gather(flag).max())
-
-    def restore_handlers(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        self.handlers = {}
 
 
 def _ignore_signals(then: Any, worker: int) -> None:
@@ -295,6 +267,8 @@ def common_arguments(precision: str) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "optim": "adamw_torch_fused",
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
         "bf16": precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
         "train_sampling_strategy": "sequential",  # the rows are already shuffled
         "remove_unused_columns": False,
@@ -328,7 +302,7 @@ def compile_model(model: PreTrainedModel, choice: str, *, any_length: bool = Fal
         model.loss_function = torch.compile(model.loss_function, **options)
 
 
-def train(trainer: ExactTrainer, console: Console, *, title: str, score: str, unit: str, units_per_step: int) -> int:
+def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, unit: str, units_per_step: int) -> int:
     """Train from the newest intact checkpoint, if there is one, and write the log to `metrics.jsonl`.
 
     Validation gives a `score`, `"perplexity"` or `"accuracy"`; speed is in `unit`, `"tokens"` or `"rows"`. Returns the
@@ -339,14 +313,16 @@ def train(trainer: ExactTrainer, console: Console, *, title: str, score: str, un
         console.print(f"{title}: {message}", highlight=False, markup=False)
 
     resume = checkpoints.newest_intact(Path(trainer.args.output_dir), say)
-    step = trainer.check_shared("checkpoints of steps", 0 if resume is None else checkpoints.step_of(resume))
+    step = trainer.check_shared("checkpoints of steps", checkpoints.step_of(resume) if resume else 0)
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
+    handlers = {number: signal.signal(number, trainer.signals.receive) for number in SIGNALS}
     try:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     finally:
-        trainer.signals.restore_handlers()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         monitor.bars.stop()
     if trainer.stopped_by is None:
         return 0
@@ -393,7 +369,7 @@ class _Monitor(TrainerCallback):
             return
         state.log_history[-1] |= logs
         kept = [json.dumps(entry) for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
-        checkpoints.write_text(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
+        checkpoints.write_file(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
         shown = {"loss": ".3f", self.score: ".4g", "learning_rate": ".2e", f"{self.unit}_per_second": ",.0f"}
         parts = [f"{name.replace('_', ' ')} {logs[name]:{form}}" for name, form in shown.items() if name in logs]
         self.console.print(f"step {state.global_step:,}  " + "  ".join(parts), highlight=False)
