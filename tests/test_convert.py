@@ -114,9 +114,9 @@ def test_another_architecture_is_refused():
     [
         ({"is_decoder": True}, {}, "the RoBERTa model has is_decoder=True"),
         ({"pad_token_id": None}, {}, "the RoBERTa model has pad_token_id=None"),
-        ({}, {"hidden_size": 32}, "hidden_size=32 is not possible"),
-        ({}, {"norm_first": True}, "norm_first=True is not possible"),
-        ({}, {"num_labels": 3}, "num_labels=3 is not possible"),
+        ({}, {"hidden_size": 32}, "hidden_size=32 is not supported"),
+        ({}, {"norm_first": True}, "norm_first=True is not supported"),
+        ({}, {"num_labels": 3}, "num_labels=3 is not supported"),
         ({}, {"projected_length": 4}, "projected_length=4 has no effect"),
         ({}, {"sharing": "none", "projection": "identity"}, "sharing='none' has no effect"),
         ({}, {"projecton": "linear"}, "did you mean 'projection'?"),

@@ -111,7 +111,7 @@ def check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: dic
             raise UserError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
         own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
         if own != value:
-            raise UserError(f"{name}={value!r} is not possible: RoBERTa's weights are for {own!r}")
+            raise UserError(f"{name}={value!r} is not supported: RoBERTa's weights are for {own!r}")
 
 
 def num_positions(config: PreTrainedConfig) -> int:
