@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from .. import LinformerConfig, LinformerForMaskedLM
+from .. import LinformerConfig, LinformerForMaskedLM, plots
 from ..checks import check_model, make_folder
 from ..errors import UserError
 from ..provenance import sentence
@@ -195,10 +194,7 @@ An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by mask
 {yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip()}
 ```
 """
-    if find_spec("matplotlib"):
-        from .. import plots
-
-        plots.training({title: records}, out / "curve.png")
+    plots.training({title: records}, out / "curve.png")
     card = model_card("fill-mask", title, text, command)
     save_model(out / "model", model, weights, tokenizer, card)  # last: it marks the run as finished
 
