@@ -7,21 +7,17 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-
-def context() -> ForkServerContext:
-    own = multiprocessing.get_context("forkserver")
-    own.set_forkserver_preload(["linformers.training.finetune", "linformers.training.predict"])
-    return own
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["linformers.training.finetune", "linformers.training.predict"])
 
 
 class Forked(ForkServerProcess):
     """A process that calls `target` and prints to the file `log`, with the methods of `subprocess.Popen`."""
 
     def __init__(self, target: Callable[[], None], log: Path, environment: dict[str, str] | None = None) -> None:
-        context()
         super().__init__(target=_start, args=(target, str(log), str(Path.cwd()), environment or {}))
         self.start()
 

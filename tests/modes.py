@@ -107,7 +107,7 @@ def model_and_inputs(**mode) -> tuple[LinformerForMaskedLM, torch.Tensor, torch.
 def gradients(model: nn.Module, run: Callable | None = None, **inputs) -> list[torch.Tensor]:
     """The gradients of the loss of `model`, or of its compiled version `run`."""
     model.zero_grad()
-    (run or model)(**inputs).loss.backward()
+    (model if run is None else run)(**inputs).loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
