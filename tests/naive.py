@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from linformers.attention import EF, ProjectedAttention
+from linformers.attention import LayerProjection, ProjectedAttention
 from linformers.projections import (
     ConvProjection,
     IdentityProjection,
@@ -25,7 +25,12 @@ def owners(n: int, k: int) -> list[int]:
 
 
 def naive_attention(
-    layer: ProjectedAttention, E: EF, F: EF, x: Tensor, mask: Tensor | None = None, shift: int = 0
+    layer: ProjectedAttention,
+    E: LayerProjection,
+    F: LayerProjection,
+    x: Tensor,
+    mask: Tensor | None = None,
+    shift: int = 0,
 ) -> Tensor:
     """What `layer` must return for `x` (b, n, d) at real tokens; NaN elsewhere. E and F are for rows of full length."""
     result = torch.full_like(x, math.nan)
@@ -36,7 +41,9 @@ def naive_attention(
     return result
 
 
-def one_head(layer: ProjectedAttention, E: EF, F: EF, x: Tensor, head: int, shift: int) -> Tensor:
+def one_head(
+    layer: ProjectedAttention, E: LayerProjection, F: LayerProjection, x: Tensor, head: int, shift: int
+) -> Tensor:
     """The output (n, d_head) of one head for one sequence without padding."""
     rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
     query, key, value = ((w.weight[rows].T, w.bias[rows]) for w in (layer.query, layer.key, layer.value))
@@ -52,7 +59,7 @@ def one_head(layer: ProjectedAttention, E: EF, F: EF, x: Tensor, head: int, shif
     return linformer_attention(x, query, key, value, *matrices, num_heads=1, window=layer.local_window)
 
 
-def part_of(E: EF, head: int) -> tuple[ReadyProjection, int]:
+def part_of(E: LayerProjection, head: int) -> tuple[ReadyProjection, int]:
     """The projection of a head, and the head's number among those that it serves."""
     if not isinstance(E, MixedProjection):
         return E, head

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from linformers.checks import check_model
 from linformers.errors import UserError, explain, run_cli
 
 
@@ -29,3 +30,12 @@ def test_a_bug_keeps_its_traceback(error):
 def test_too_little_memory(reason):
     shown = reason.removesuffix(" GPU 0 …")
     assert explain(torch.OutOfMemoryError(f"{reason}\nmore")).startswith(f"{shown} Use a smaller batch")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path):
+    for own in ("config.json", "tokenizer.json"):
+        (tmp_path / own).write_text(content if own == name else "{}")
+    with pytest.raises(UserError, match=f"model=.*{name} is damaged"):
+        check_model("model", tmp_path)

@@ -22,15 +22,15 @@ from .checks import (
     refuse_length,
 )
 from .config import (
-    FIXED_LENGTHS,
     NO_CAUSAL,
     PROJECTION_INITS,
     PROJECTIONS,
     SHARINGS,
+    WITHOUT_K,
     check_heads,
+    check_local_window,
     check_one_per,
     check_projected_lengths,
-    check_window,
     default_scale,
 )
 from .errors import UserError
@@ -38,7 +38,16 @@ from .ops.attend import attend as triton_attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
 from .ops.ranks import Ranks, reorder, zero_padding
-from .projections import EF, MixedProjection, Projections, is_identity, join_heads, project, split_heads, take
+from .projections import (
+    LayerProjection,
+    MixedProjection,
+    Projections,
+    is_identity,
+    join_heads,
+    project,
+    select_heads,
+    split_heads,
+)
 
 # The name of our kernels in transformers' global registry of attention functions; users write "triton".
 TRITON = "linformer_triton"
@@ -80,8 +89,8 @@ class ProjectedAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        E: EF,
-        F: EF,
+        E: LayerProjection,
+        F: LayerProjection,
         lengths: Tensor | None = None,
         ranks: Ranks | None = None,
         context: Tensor | None = None,
@@ -132,7 +141,7 @@ class ProjectedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         near: tuple[Tensor, Tensor] | None,
-        E: EF,
+        E: LayerProjection,
         lengths: Tensor | None,
         attn_implementation: str,
     ) -> tuple[Tensor, Tensor | None]:
@@ -144,9 +153,10 @@ class ProjectedAttention(nn.Module):
         if isinstance(E, MixedProjection) and attn_implementation != "eager":
             parts = []
             for part, heads, slots in zip(E.parts, E.heads, E.slots, strict=True):  # a smaller k costs less
-                own = (take(query, heads), take(key, heads)[:, :, :slots], take(value, heads)[:, :, :slots])
-                own_near = None if near is None else (take(near[0], heads), take(near[1], heads))
-                result, _ = self.attend(*own, own_near, part, lengths, attn_implementation)
+                own = functools.partial(select_heads, heads=heads)
+                own_near = None if near is None else (own(near[0]), own(near[1]))
+                own_key, own_value = own(key)[:, :, :slots], own(value)[:, :, :slots]
+                result, _ = self.attend(own(query), own_key, own_value, own_near, part, lengths, attn_implementation)
                 parts.append(result.transpose(1, 2))
             return join_heads(parts, E.heads).transpose(1, 2), None
 
@@ -186,13 +196,10 @@ class LinformerAttention(ProjectedAttention):
         num_heads: h.
         max_length: n, the longest sequence of keys and values.
         projected_length: k, or one per head.
-        sharing: `"none"`, `"headwise"` or `"key-value"`; `"layerwise"` equals `"key-value"` in a single layer.
-        projection: `"linear"`, `"mean"`, `"max"`, `"conv"`, `"identity"` (standard attention) or `"none"` (no projected
-            keys, only the local window).
-        projection_init: `"window"` or `"gaussian"`.
-        projection_scale: c in $E = E_0 + c \frac{k}{n} \Delta$, see `LinformerConfig`; `None` means 0.12.
+        sharing, projection, projection_init, local_window: see `LinformerConfig`; in a single layer, `"layerwise"`
+            sharing equals `"key-value"`.
+        projection_scale: c in $E = E_0 + c \frac{k}{n} \Delta$; `None` means 0.12.
         window_shift: by how many tokens the initial windows of E are shifted, less than ⌊n/k⌋.
-        local_window: w: each query also attends to the exact keys at most w positions away; 0 is the paper's layer.
         dropout: the probability of dropping an entry of $\bar P$ in training.
         attn_implementation: `"triton"` (our kernels where they are faster, SDPA elsewhere), `"sdpa"`, `"eager"`, or any
             other name that transformers knows.
@@ -226,12 +233,12 @@ class LinformerAttention(ProjectedAttention):
         check_choice("projection_init", projection_init, PROJECTION_INITS)
         if projection_scale is not None:
             check_positive("projection_scale", projection_scale, " or None")
-        check_window(local_window, projection)
+        check_local_window(local_window, projection)
         lengths = plain(projected_length)
         check_one_per("projected_length", lengths, "head", num_heads)
         if not isinstance(lengths, list):
             lengths = [lengths] * num_heads
-        if projection in FIXED_LENGTHS:
+        if projection in WITHOUT_K:
             lengths = [max_length if projection == "identity" else 0] * num_heads
         else:
             check_projected_lengths(
@@ -251,7 +258,7 @@ class LinformerAttention(ProjectedAttention):
             projection=projection,
             sharing=sharing,
             init=projection_init,
-            scale=projection_scale or default_scale("headwise", has_window=False),
+            scale=projection_scale or default_scale("headwise", has_local_window=False),
             shifts=[window_shift],
         )
 

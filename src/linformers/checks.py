@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -149,6 +150,13 @@ def check_model(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} contains no model: expected a folder written by pretrain or finetune")
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
+    for path in (folder / "config.json", folder / "tokenizer.json"):
+        try:
+            intact = isinstance(json.loads(path.read_bytes()), dict)
+        except ValueError:
+            intact = False
+        if not intact:
+            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object")
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt"):

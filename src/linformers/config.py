@@ -35,10 +35,10 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 # Projections over windows of exactly n/k tokens, so k must divide n.
 WINDOWED = ("mean", "max", "conv")
 # Projections that do not use `projected_length`: n keys, and none.
-FIXED_LENGTHS = ("identity", "none")
+WITHOUT_K = ("identity", "none")
 
 DEFAULT_PROJECTED_LENGTH = 256
-MAX_WINDOW = 512
+MAX_LOCAL_WINDOW = 512
 
 NO_CAUSAL = (
     "each projected key mixes all positions, so a causal mask cannot hide future tokens; "
@@ -98,9 +98,6 @@ class LinformerConfig(PreTrainedConfig):
         norm_first: LayerNorm before each block and after the last one (pre-norm) instead of RoBERTa's post-norm.
         classifier_pooling: sequence classification uses the first real token (`"cls"`) or the `"mean"` of all of them.
         sparse_prediction: masked-language modeling computes logits at labeled positions only.
-
-    Raises:
-        UserError: a field, or a combination of fields, is invalid. The message names it.
     """
 
     model_type = "linformer"
@@ -184,7 +181,7 @@ class LinformerConfig(PreTrainedConfig):
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
         """The k of each head of each layer; n under `"identity"` and 0 under `"none"`."""
         n, lengths = self.max_position_embeddings, self.projected_length
-        if self.projection in FIXED_LENGTHS:
+        if self.projection in WITHOUT_K:
             lengths = n if self.projection == "identity" else 0
         elif lengths is None:
             lengths = min(DEFAULT_PROJECTED_LENGTH, n)
@@ -229,7 +226,7 @@ class LinformerConfig(PreTrainedConfig):
     def resolved(self) -> Self:
         """A copy with explicit values of k and c instead of `None`."""
         copied = copy.deepcopy(self)
-        if self.projection not in FIXED_LENGTHS:
+        if self.projection not in WITHOUT_K:
             copied.projected_length = self.projected_length or self.largest_projected_length
         if self.projection == "linear":
             copied.projection_scale = self.resolved_projection_scale
@@ -271,8 +268,8 @@ class LinformerConfig(PreTrainedConfig):
 
         check_one_per("local_window", self.local_window, "layer", self.num_hidden_layers)
         for window in self.local_window if isinstance(self.local_window, list) else [self.local_window]:
-            check_window(window, self.projection)
-        if self.projected_length is not None and self.projection not in FIXED_LENGTHS:
+            check_local_window(window, self.projection)
+        if self.projected_length is not None and self.projection not in WITHOUT_K:
             check_one_per("projected_length", self.projected_length, "layer", self.num_hidden_layers)
             for i, heads in enumerate(self.projected_length if isinstance(self.projected_length, list) else ()):
                 check_one_per(f"projected_length[{i}]", heads, "head", self.num_attention_heads)
@@ -322,14 +319,14 @@ def van_der_corput(number: int) -> float:
     return int(digits, 2) / 2 ** len(digits)
 
 
-def default_scale(sharing: str, has_window: bool) -> float:
+def default_scale(sharing: str, has_local_window: bool) -> float:
     """The c of a config that leaves it open: an E that serves all layers alone may learn ten times as fast."""
-    return 1.2 if sharing == "layerwise" and not has_window else 0.12
+    return 1.2 if sharing == "layerwise" and not has_local_window else 0.12
 
 
-def check_window(window: Any, projection: str) -> None:
-    if not is_number(window, int) or not 0 <= window <= MAX_WINDOW:
-        raise UserError(f"local_window={window!r} must be an integer from 0 to {MAX_WINDOW}")
+def check_local_window(window: Any, projection: str) -> None:
+    if not is_number(window, int) or not 0 <= window <= MAX_LOCAL_WINDOW:
+        raise UserError(f"local_window={window!r} must be an integer from 0 to {MAX_LOCAL_WINDOW}")
     if window and projection == "identity":
         raise UserError(
             f"local_window={window} adds nothing to projection='identity', which attends to all keys: use 0"

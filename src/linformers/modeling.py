@@ -31,7 +31,7 @@ from .errors import UserError
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, reorder, zero_padding
-from .projections import EF, ConvProjection, LinearProjection, Projections, is_plain
+from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, is_plain
 from .resizing import check_checkpoint, refuse_other_length, resize_length
 
 logger = logging.get_logger(__name__)
@@ -155,8 +155,8 @@ class LinformerLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        E: EF,
-        F: EF,
+        E: LayerProjection,
+        F: LayerProjection,
         mask: Tensor | None,
         lengths: Tensor | None,
         ranks: Ranks | None,

@@ -27,7 +27,7 @@ class Projection(nn.Module):
     commutes: ClassVar[bool] = True
     """Whether $(E^T x) W = E^T (x W)$: the map is linear and the same for all channels."""
 
-    has_k_slots: ClassVar[bool] = False
+    always_k_slots: ClassVar[bool] = False
     """Whether inputs shorter than n also have k slots, only the first of which are live."""
 
     def __init__(self, max_length: int) -> None:
@@ -51,7 +51,7 @@ class Projection(nn.Module):
 
     def num_slots(self, seq_len: int, k: int) -> int:
         """The number of slots, at least 2 where k allows it: compilers specialize on an axis of length 1."""
-        return k if self.has_k_slots else min(k, max(2, self.live_slots(seq_len, k)))
+        return k if self.always_k_slots else min(k, max(2, self.live_slots(seq_len, k)))
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
         """The number of live slots of a sequence of `length` tokens; they are the first ones."""
@@ -61,7 +61,7 @@ class Projection(nn.Module):
         self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
     ) -> Tensor | None:
         """Which slots are live, (b or 1, slots); `None` if all of them are."""
-        slots = k if self.has_k_slots else self.num_slots(seq_len, k)
+        slots = k if self.always_k_slots else self.num_slots(seq_len, k)
         if lengths is None:
             # Every branch on the length costs a compiled graph, and an exported graph can have none.
             if not is_exporting() and seq_len == self.max_length:
@@ -90,7 +90,7 @@ class LinearProjection(Projection):
         scale: s.
     """
 
-    has_k_slots = True
+    always_k_slots = True
 
     def __init__(
         self,
@@ -211,9 +211,6 @@ class ConvProjection(WindowProjection):
         size, old_size = self.kernel.shape[-2], other.kernel.shape[-2]
         self.kernel.copy_(overlap(size, old_size) * old_size @ other.kernel.cpu().double())
 
-    def extra_repr(self) -> str:
-        return str(tuple(self.kernel.shape))
-
 
 class MeanProjection(WindowProjection):
     """The mean of each window. Padding does not count."""
@@ -295,7 +292,7 @@ class SomeHeads(NamedTuple):
         return self.part(self.linear(x), x.dim() - 1)
 
     def part(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        return take(tensor.unflatten(dim, (self.num_heads, -1)), self.heads, dim).flatten(dim, dim + 1)
+        return select_heads(tensor.unflatten(dim, (self.num_heads, -1)), self.heads, dim).flatten(dim, dim + 1)
 
 
 Linear = nn.Linear | SomeHeads
@@ -348,14 +345,14 @@ class MixedProjection(NamedTuple):
     mask: Tensor
 
 
-EF = ReadyProjection | MixedProjection  # E or F of a layer
+LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
 
 
-def is_identity(E: EF) -> bool:
+def is_identity(E: LayerProjection) -> bool:
     return isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten  # type: ignore[attr-defined]
 
 
-def project(x: Tensor, E: EF, F: EF, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
+def project(x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
     """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros."""
     if isinstance(E, MixedProjection) and isinstance(F, MixedProjection):
         pairs = []
@@ -440,7 +437,9 @@ class Projections(nn.ModuleList):
             shifts=config.window_shifts,
         )
 
-    def forward(self, seq_len: int, lengths: Tensor | None, device: torch.device) -> list[tuple[EF, EF]]:
+    def forward(
+        self, seq_len: int, lengths: Tensor | None, device: torch.device
+    ) -> list[tuple[LayerProjection, LayerProjection]]:
         """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
         window_cache: dict[Any, Tensor] = {}
         masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
@@ -456,7 +455,7 @@ class Projections(nn.ModuleList):
             E = weights[module_id]
             if max_shift:
                 E = E.narrow(0, max_shift - shift, seq_len)
-            if projection.has_k_slots and E.shape[-1] != k:
+            if projection.always_k_slots and E.shape[-1] != k:
                 E = projection.merge_columns(E, k)
             if (k, shift) not in masks:
                 mask = projection.slot_mask(seq_len, k, shift, lengths, device)
@@ -464,9 +463,9 @@ class Projections(nn.ModuleList):
             commutes = projection.commutes and (E is None or E.dim() == 2)
             return ReadyProjection(projection.shorten, k, E, lengths, masks[k, shift], len(heads), commutes)
 
-        pairs: list[tuple[EF, EF]] = []
+        pairs: list[tuple[LayerProjection, LayerProjection]] = []
         for shift, groups, (E_ids, F_ids) in zip(self.shifts, self.groups, self.module_ids, strict=True):
-            E_and_F: list[EF] = []
+            E_and_F: list[LayerProjection] = []
             for ids in (E_ids,) if F_ids is E_ids else (E_ids, F_ids):
                 if len(groups) == 1:
                     E_and_F.append(ready(ids[0], *groups[0], shift))
@@ -498,7 +497,7 @@ def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, 
     ]
 
 
-def take(tensor: Tensor, heads: Sequence[int], dim: int = 1) -> Tensor:
+def select_heads(tensor: Tensor, heads: Sequence[int], dim: int = 1) -> Tensor:
     """Some heads of `tensor`; a view if they are adjacent."""
     if heads[-1] - heads[0] + 1 == len(heads):
         return tensor.narrow(dim, heads[0], len(heads))

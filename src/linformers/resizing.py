@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from .checks import check_size
-from .config import FIXED_LENGTHS, LinformerConfig
+from .config import WITHOUT_K, LinformerConfig
 from .errors import UserError
 from .projections import Projections
 
@@ -25,7 +25,7 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     """Implements `LinformerPreTrainedModel.resize_length`."""
     check_size("max_length", max_length)
     old = model.config
-    if projected_length is None and old.projection not in FIXED_LENGTHS:
+    if projected_length is None and old.projection not in WITHOUT_K:
         projected_length = old.projected_length or old.largest_projected_length
         if max_length < (k := old.largest_projected_length):
             raise UserError(f"max_length={max_length} is below k={k}: pass a new projected_length as well")
@@ -44,11 +44,10 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     base = model.base_model
     with torch.device("meta"):
         projections = Projections.from_config(new)
-    projection: Any
     for projection, source in zip(projections, base.projections, strict=True):
         for like in source.parameters():  # one, or none
             projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
-        projection.load_resized(source, cut)
+        projection.load_resized(source, cut)  # type: ignore[operator]
     base.projections = projections
     base.embeddings.position_embeddings = resized_embedding(base.embeddings.position_embeddings, new_n, cut)
     old.max_position_embeddings, old.projected_length = new_n, new.projected_length

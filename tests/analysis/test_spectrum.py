@@ -152,7 +152,7 @@ def test_defaults_without_matplotlib(folder, text, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("linformer", {}, "computes no attention of 24 by 24 tokens"),
+        ("linformer", {}, "has no full attention matrix"),
         ("gpt2", {}, "is causal"),
         ("modernbert", {}, "has layers with a sliding window"),
         ("t5", {}, "is an encoder-decoder"),

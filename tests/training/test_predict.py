@@ -49,10 +49,10 @@ def test_checkpoints_are_models(model):
 def test_wrong_lines_do_not_stop_the_others(model):
     far = "the dog " * 50 + "<mask>"
     lines = ["a <mask>", "", "no mask", "the <mask>", far, "", "a dog <mask>", "<mask> <mask>"]
-    wrong = [None, "blank", "has 0 times '<mask>'", None, "after the first 32 tokens", "blank", None, "has 2 times"]
+    wrong = [None, "blank", "contains no <mask>", None, "after the first 32 tokens", "blank", None, "contains 2 <mask>"]
     for size in (1, 3, 32):
         out = io.StringIO()
-        with refused("line 3 has 0 times '<mask>', expected one; 2 more lines have errors"):
+        with refused("line 3 contains no <mask>, expected exactly one; 2 more lines have errors"):
             predict.predict_lines(model, lines, out, batch_size=size)
         rows = [json.loads(line) for line in out.getvalue().splitlines()]
         assert [row["text"] for row in rows] == lines

@@ -109,7 +109,7 @@ def test_variants(tmp_path):
     assert (long.out, long.batch_size) == ("runs/long", 8)
     assert long.model == {"hidden_size": 48, "max_position_embeddings": 1024}
     assert recipes.read(path, ["steps=3", "variant=short", "out=x"]).out == "x"
-    with refused("variant=None is not one of 'long', 'short'"):
+    with refused("add variant=NAME, one of long, short"):
         recipes.read(path)
     with refused("did you mean 'long'"):
         recipes.read(path, ["variant=lnog"])

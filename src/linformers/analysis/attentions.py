@@ -138,7 +138,7 @@ def check_full_attention(model: PreTrainedModel, ids: Tensor, name: str) -> tupl
     with torch.no_grad(), watch:
         model(ids[:1].to(model.device))
     if not seen:
-        raise UserError(f"model={name!r} computes no attention of {length} by {length} tokens; use one like RoBERTa")
+        raise UserError(f"model={name!r} has no full attention matrix; use an encoder such as RoBERTa")
     if any(causal for _, causal in seen):
         raise UserError(f"model={name!r} is causal: its queries see no later keys; use an encoder")
     return len(seen), seen[0][0]

@@ -37,7 +37,7 @@ def find_files(sources: str | Path | Sequence[str | Path], name: str = "source")
         candidates = sorted(source.rglob("*")) if source.is_dir() else [source]
         found = [path for path in candidates if path.is_file() and file_type(path) in TABLES + TEXTS]
         if not found:
-            raise UserError(f"{name} {str(source)!r} is no file of a known type and has none ({FILE_TYPES})")
+            raise UserError(f"{name} {str(source)!r} is not a supported file and contains none ({FILE_TYPES})")
         files += found
     return files
 
@@ -93,7 +93,7 @@ def _hub_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{source!r} is not a file, and hub datasets need: pip install 'linformers[hub]'") from None
+        raise UserError(f"{source!r} is not a file; for hub datasets, pip install 'linformers[hub]'") from None
     path, _, config = source.partition(":")
     try:
         yield from datasets.load_dataset(path, config or None, split=split, streaming=True)

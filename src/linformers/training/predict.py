@@ -96,7 +96,7 @@ def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: b
         return f"has {text.count(chr(9))} tabs, expected one between two texts"
     mask, length = tokenizer.mask_token, tokenizer.model_max_length
     if masked and text.count(mask) != 1:
-        return f"has {text.count(mask)} times {mask!r}, expected one"
+        return f"contains {text.count(mask) or 'no'} {mask}, expected exactly one"
     if masked and tokenizer.mask_token_id not in tokenizer(text, truncation=True, max_length=length)["input_ids"]:
         return f"has its {mask!r} after the first {length} tokens, which are all that the model reads"
     return None
@@ -138,7 +138,7 @@ def evaluate(
         names = list(network.config.id2label.values())
         return _score(network, model, tasks.load_rows(Path(task), text, label, names), console)
     if data is None:
-        raise UserError("data is missing: name a corpus of linformers prepare, or --task and its data")
+        raise UserError("--data is missing: give a folder written by linformers prepare, or a --task")
     return perplexity(model, data, console, rows, mask_share)
 
 
@@ -195,5 +195,5 @@ def purpose_of(model: Path) -> str:
     architectures = LinformerConfig.from_pretrained(model).architectures
     purposes = [purpose for purpose, own in MODELS.items() if [own.__name__] == architectures]
     if not purposes:
-        raise UserError(f"model={str(model)!r} is a {architectures}, neither for {' nor for '.join(MODELS)}")
+        raise UserError(f"model={str(model)!r} is for neither {' nor '.join(MODELS)}, but {architectures}")
     return purposes[0]

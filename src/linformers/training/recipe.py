@@ -119,7 +119,10 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         overrides = _merge(overrides, _parse(change))
     if variants:
-        checks.check_choice("variant", variant := overrides.pop("variant", None), variants)
+        variant = overrides.pop("variant", None)
+        if variant is None:
+            raise UserError(f"{path} has variants: add variant=NAME, one of {', '.join(variants)}")
+        checks.check_choice("variant", variant, variants)
         values = _merge(values, variants[variant])
         values["out"] = str(values.get("out")).replace("{variant}", variant)
     values = _merge(values, overrides)

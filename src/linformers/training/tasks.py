@@ -185,7 +185,7 @@ def _split(
     if not (rest and all(sets)):
         raise UserError(
             f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
-            "give more, or a validation and a test file"
+            "add rows, or pass --validation and --test"
         )
     reported_on = f"5% of {train.name}" if test is None else test.name
     return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
