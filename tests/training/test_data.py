@@ -104,7 +104,7 @@ def test_sources_that_cannot_be_read(tmp_path):
             list(documents(tmp_path / name))
     (tmp_path / "a.docx").write_text("a")
     (tmp_path / "empty").mkdir()
-    for name, message in (("none.txt", "does not exist"), ("a.docx", "known type"), ("empty", "known type")):
+    for name, message in (("none.txt", "does not exist"), ("a.docx", "supported file"), ("empty", "supported file")):
         with refused(message):
             find_files([tmp_path / name])
 
