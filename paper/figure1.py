@@ -29,6 +29,8 @@ MODELS = {
 TWINS = {"twin-pretrained": "figure3/n512-twin/model", "twin-finetuned": "table2/n512-twin-imdb/model"}
 TEXTS = {"wikitext": "wikitext103_valtest", "imdb": "imdb/test.parquet"}
 ROWS = {f"{model}-{text}": (model, text) for model in (*MODELS, *TWINS) for text in TEXTS}
+# Curves that this page does not show: they would make the record ten times as large.
+OMITTED = ("cumulative", "cumulative_std_by_layer", "energy_by_layer")
 FULL, SMALL = {"length": 512, "sentences": 1000, "at": 128}, {"length": 64, "sentences": 4, "at": 16}
 
 
@@ -51,7 +53,8 @@ def measure(work: Any, console: Console) -> None:
             console.print(f"{row} is missing: {error}", style="yellow", markup=False)
             continue
         portable = {"command": "python -m paper.figure1 --data DIR", "model": model, "texts": [f"DIR/{TEXTS[text]}"]}
-        records[row] = json.loads((out / "spectrum.json").read_text()) | portable
+        record = json.loads((out / "spectrum.json").read_text()) | portable
+        records[row] = {name: value for name, value in record.items() if name not in OMITTED}
         path.write_text("{\n" + ",\n".join(f'"{row}": {json.dumps(own)}' for row, own in records.items()) + "\n}\n")
 
 

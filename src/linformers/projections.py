@@ -27,15 +27,17 @@ class Projection(nn.Module):
     commutes: ClassVar[bool] = True
     """Whether $(E^T x) W = E^T (x W)$: the map is linear and the same for all channels."""
 
-    always_k_slots: ClassVar[bool] = False
-    """Whether inputs shorter than n also have k slots, only the first of which are live."""
-
     def __init__(self, max_length: int) -> None:
         super().__init__()
         self.max_length = max_length
 
-    def forward(self, seq_len: int) -> Tensor | None:
-        """The weights for `seq_len` tokens. They are computed once per pass, however many layers share them."""
+    def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor | None:
+        """The weights for `seq_len` tokens, computed once per pass however many layers share them.
+
+        Args:
+            seq_len: the number of tokens in a row.
+            windows: a cache of window matrices that all projections of a model share.
+        """
         return None
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -50,18 +52,18 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def num_slots(self, seq_len: int, k: int) -> int:
-        """The number of slots, at least 2 where k allows it: compilers specialize on an axis of length 1."""
-        return k if self.always_k_slots else min(k, max(2, self.live_slots(seq_len, k)))
+        """The number of slots of a sequence of `seq_len` tokens, of which the first are live."""
+        return k
 
     def live_slots(self, length: T, k: int, shift: int = 0) -> T:
-        """The number of live slots of a sequence of `length` tokens; they are the first ones."""
+        """The number of live slots of a sequence of `length` tokens."""
         return (length - 1) * k // self.max_length + 1
 
     def slot_mask(
         self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
     ) -> Tensor | None:
         """Which slots are live, (b or 1, slots); `None` if all of them are."""
-        slots = k if self.always_k_slots else self.num_slots(seq_len, k)
+        slots = self.num_slots(seq_len, k)
         if lengths is None:
             # Every branch on the length costs a compiled graph, and an exported graph can have none.
             if not is_exporting() and seq_len == self.max_length:
@@ -90,8 +92,6 @@ class LinearProjection(Projection):
         scale: s.
     """
 
-    always_k_slots = True
-
     def __init__(
         self,
         max_length: int,
@@ -116,16 +116,17 @@ class LinearProjection(Projection):
             nn.init.zeros_(self.delta)
 
     def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor:
-        """The first `seq_len` rows of E; `windows` caches $E_0$ by k and device."""
-        delta = self.delta[:seq_len]  # (n, k) or (n, h, k)
+        """The first `seq_len` rows of E, (n, k) or (n, h, k)."""
+        delta = self.delta[:seq_len]
         # Not s * Δ: reentrant checkpointing runs backward through E once per layer, so autograd must not save a tensor.
         E = torch.add(delta.new_zeros(()), delta, alpha=self.scale)
         if self.init == "gaussian":
             return E
-        windows, key = {} if windows is None else windows, (delta.shape[-1], delta.device)
-        if key not in windows:
-            windows[key] = window_matrix(self.max_length, key[0], seq_len, key[1], delta.dtype)
-        return E + (windows[key] if delta.dim() == 2 else windows[key][:, None])
+        windows, k, device = {} if windows is None else windows, delta.shape[-1], delta.device
+        if (k, device) not in windows:
+            windows[k, device] = window_matrix(self.max_length, k, seq_len, device, delta.dtype)
+        E_0 = windows[k, device]
+        return E + (E_0 if delta.dim() == 2 else E_0[:, None])
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         assert weights is not None
@@ -169,6 +170,10 @@ class LinearProjection(Projection):
 class WindowProjection(Projection):
     """A map of windows of n/k tokens, each to one slot. A shorter input has fewer slots."""
 
+    def num_slots(self, seq_len: int, k: int) -> int:
+        """The number of live slots, but at least 2 where k allows it: compilers specialize on an axis of length 1."""
+        return min(k, max(2, self.live_slots(seq_len, k)))
+
     def windows(self, tokens: Tensor, k: int, fill: float = 0.0) -> Tensor:
         """Cut `tokens` (..., n, d) into windows (..., slots, n/k, d), the last one padded with `fill`."""
         size, slots = self.max_length // k, self.num_slots(tokens.shape[-2], k)
@@ -197,7 +202,7 @@ class ConvProjection(WindowProjection):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.kernel, 1 / self.kernel.shape[-2])
 
-    def forward(self, seq_len: int) -> Tensor:
+    def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor:
         return self.kernel
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -263,12 +268,7 @@ class NoProjection(Projection):
         return None
 
 
-WITHOUT_WEIGHTS = {
-    "mean": MeanProjection,
-    "max": MaxProjection,
-    "identity": IdentityProjection,
-    "none": NoProjection,
-}
+WITHOUT_WEIGHTS = {"mean": MeanProjection, "max": MaxProjection, "identity": IdentityProjection, "none": NoProjection}
 
 
 class SomeHeads(NamedTuple):
@@ -441,37 +441,36 @@ class Projections(nn.ModuleList):
         self, seq_len: int, lengths: Tensor | None, device: torch.device
     ) -> list[tuple[LayerProjection, LayerProjection]]:
         """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
-        window_cache: dict[Any, Tensor] = {}
-        masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
+        windows: dict[Any, Tensor] = {}
         weights: list[Any] = []
         max_shift = max(self.shifts) if seq_len else 0
         for module in self:
-            E = module(seq_len, window_cache) if isinstance(module, LinearProjection) else module(seq_len)
+            E = module(seq_len, windows)
             # In a layer with shift s, token r uses row max(r - s, 0): prepend copies of row 0, then slice.
             weights.append(torch.cat([E[:1].expand(max_shift, *E.shape[1:]), E]) if max_shift else E)
 
-        def ready(module_id: int, k: int, heads: tuple[int, ...], shift: int) -> ReadyProjection:
-            projection: Any = self[module_id]
-            E = weights[module_id]
-            if max_shift:
-                E = E.narrow(0, max_shift - shift, seq_len)
-            if projection.always_k_slots and E.shape[-1] != k:
-                E = projection.merge_columns(E, k)
-            if (k, shift) not in masks:
-                mask = projection.slot_mask(seq_len, k, shift, lengths, device)
-                masks[k, shift] = None if mask is None else mask[:, None, None, :]
-            commutes = projection.commutes and (E is None or E.dim() == 2)
-            return ReadyProjection(projection.shorten, k, E, lengths, masks[k, shift], len(heads), commutes)
-
+        masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
         pairs: list[tuple[LayerProjection, LayerProjection]] = []
         for shift, groups, (E_ids, F_ids) in zip(self.shifts, self.groups, self.module_ids, strict=True):
             E_and_F: list[LayerProjection] = []
             for ids in (E_ids,) if F_ids is E_ids else (E_ids, F_ids):
-                if len(groups) == 1:
-                    E_and_F.append(ready(ids[0], *groups[0], shift))
+                parts = []
+                for module_id, (k, heads) in zip(ids, groups, strict=True):
+                    projection: Any = self[module_id]
+                    E = weights[module_id]
+                    if max_shift:
+                        E = E.narrow(0, max_shift - shift, seq_len)
+                    if isinstance(projection, LinearProjection) and E.shape[-1] != k:
+                        E = projection.merge_columns(E, k)
+                    if (k, shift) not in masks:
+                        mask = projection.slot_mask(seq_len, k, shift, lengths, device)
+                        masks[k, shift] = None if mask is None else mask[:, None, None, :]
+                    commutes = projection.commutes and (E is None or E.dim() == 2)
+                    live = masks[k, shift]
+                    parts.append(ReadyProjection(projection.shorten, k, E, lengths, live, len(heads), commutes))
+                if len(parts) == 1:
+                    E_and_F.append(parts[0])
                 else:
-                    projection: Any = self[ids[0]]
-                    parts = [ready(i, *group, shift) for i, group in zip(ids, groups, strict=True)]
                     slots = [projection.num_slots(seq_len, k) for k, _ in groups]
                     E_and_F.append(mixed(parts, [heads for _, heads in groups], slots, device))
             pairs.append((E_and_F[0], E_and_F[-1]))
