@@ -59,32 +59,13 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 def nearest_name(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice closest to `name`, ignoring case, hyphens and underscores."""
     normalized = {choice.lower().replace("_", "-"): choice for choice in choices}
-    found = difflib.get_close_matches(name.lower().replace("_", "-"), normalized, n=1, cutoff=cutoff)
-    return normalized[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower().replace("_", "-"), normalized, n=1, cutoff=cutoff)
+    return normalized[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
     """The end of a message about an unknown name."""
     return f"; did you mean {name!r}?" if name else ""
-
-
-def whole_numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
-    """The distinct numbers of an argument such as "512,1024"."""
-    try:
-        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{name}={text!r} must be positive integers separated by commas, such as {example}")
-    return numbers
-
-
-def fractions(name: str, text: str) -> list[float]:
-    """The distinct numbers of an argument such as "0.1,0.5"."""
-    try:
-        return list(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise UserError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None
 
 
 def plain(value: Any) -> Any:
@@ -152,11 +133,10 @@ def check_model(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
     for path in (folder / "config.json", folder / "tokenizer.json"):
         try:
-            intact = isinstance(json.loads(path.read_bytes()), dict)
+            if not isinstance(json.loads(path.read_bytes()), dict):
+                raise ValueError
         except ValueError:
-            intact = False
-        if not intact:
-            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object")
+            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object") from None
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt"):
