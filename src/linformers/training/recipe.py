@@ -136,11 +136,6 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     return Recipe(**values)
 
 
-def variant_names(path: Path) -> list[str]:
-    """The names of all variants of a recipe."""
-    return list(_load(path)[1])
-
-
 def _parse(change: str) -> dict[str, Any]:
     """The keys and values that a change such as `steps=100` sets."""
     name, equals, text = change.partition("=")
@@ -188,7 +183,7 @@ def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[st
 def _expand(path: Path, variants: Any) -> dict[str, dict[str, Any]]:
     """Variants by name. A list of tables is a grid: one entry of each, with names joined by hyphens."""
     grid = variants if isinstance(variants, list) else [variants]
-    if not all(isinstance(axis, dict) and all(isinstance(own, dict) for own in axis.values()) for axis in grid):
+    if not all(isinstance(axis, dict) and all(isinstance(changes, dict) for changes in axis.values()) for axis in grid):
         raise UserError(f"{path} has variants={variants!r}, expected a table of names and changed keys")
     cells = [list(zip(*cell, strict=True)) for cell in itertools.product(*(axis.items() for axis in grid)) if cell]
     return {"-".join(names): functools.reduce(_merge, changes) for names, changes in cells}
