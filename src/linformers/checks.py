@@ -76,15 +76,12 @@ def plain(value: Any) -> Any:
 
 
 def check_tensor(name: str, tensor: Any, shape: Sequence[int | str], kind: str = "") -> None:
-    """Check that `tensor` is a tensor of a shape, in which a string stands for any size.
-
-    Its `kind` may be `"ids"`, which are integers, or `"mask"`, which is boolean or made of integers.
-    """
+    """Check the shape of a tensor, where a string stands for any size, and the type of `"ids"` or of a `"mask"`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is of type {type(tensor).__name__}, expected a tensor")
     matches = tensor.dim() == len(shape)
-    for own, size in zip(tensor.shape, shape, strict=False):
-        matches = matches and (isinstance(size, str) or own == size)
+    for actual, size in zip(tensor.shape, shape, strict=False):
+        matches = matches and (isinstance(size, str) or actual == size)
     if not matches:
         expected = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected})")

@@ -71,12 +71,7 @@ def _max_length(config: PreTrainedConfig, tokenizer: Tokenizer) -> int:
 
 
 def passages(
-    texts: str | Path | list[str],
-    tokenizer: Tokenizer,
-    length: int,
-    count: int,
-    seed: int = 0,
-    text_column: str = "text",
+    texts: data.Sources, tokenizer: Tokenizer, length: int, count: int, seed: int = 0, text_column: str = "text"
 ) -> Tensor:
     """Draw up to `count` passages of exactly `length` tokens, special tokens included: (count, n).
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedConfig
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from .. import LinformerConfig
 from ..checks import check_choice, check_share
@@ -28,12 +27,10 @@ Lengths = list[int] | list[list[int]]
 
 
 def choose(energy: np.ndarray, share: float, *, per: str, sharing: str) -> Lengths:
-    """Choose the smallest k per layer or head that keeps a share of the energy, (layers, heads, n), then round up.
-
-    Heads or layers that share one E average its columns, so each k must divide the largest.
-    """
+    """Choose the smallest k per layer or head that keeps a share of the energy, (layers, heads, n), then round up."""
     curves, n = energy if per == "head" else energy.mean(1, keepdims=True), energy.shape[-1]
     lengths = (curves < share).sum(-1) + 1  # (layers, heads or 1)
+    # Layers or heads that share one E average its columns, so each k must divide the largest.
     if sharing == "layerwise":
         lengths = round_to_divisors(lengths, n)
     elif per == "head" and sharing != "none":
@@ -133,7 +130,7 @@ def run(
     return chosen
 
 
-def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def model_fields(encoder: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the sizes and special tokens of an encoder as fields of a `LinformerConfig`."""
     names = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first", "hidden_dropout_prob")
     fields = {name: getattr(encoder, name, None) for name in (*SIZES, *names, "attention_probs_dropout_prob")}

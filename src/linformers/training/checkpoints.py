@@ -179,10 +179,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of an optimizer, named after their parameters.
-
-    Gathering a sharded tensor involves every process, so all of them must call this.
-    """
+    """The tensors of an optimizer, named after their parameters; if they are sharded, all processes must call this."""
     return {
         f"{name}/{key}": full_tensor(value)
         for name, parameter in model.named_parameters()

@@ -25,14 +25,11 @@ MAX_OPEN_SHARDS = 64
 
 @dataclass(frozen=True)
 class Corpus:
-    """A folder that `linformers prepare` wrote.
+    """A folder that `linformers prepare` wrote: the shards, the tokenizer and the manifest.
 
-    Args:
-        folder: contains the shards, the tokenizer and the manifest.
-        manifest: the content of `manifest.json`: `format`, `dtype` (of a token on disk, little-endian), `vocab_size`,
-            `tokenizer` (its hash), `eos_token_id`, `sources`, `validation_sources`, and `splits`. Each of the splits
-            `train` and `validation` has its number of `documents` and `tokens` and its `shards`, in order, each with
-            `file`, `tokens`, `bytes` and `sha256`.
+    The manifest has `format`, `dtype` (of a token on disk, little-endian), `vocab_size`, `tokenizer` (its hash),
+    `eos_token_id`, `sources`, `validation_sources`, and `splits`. Each of the splits `train` and `validation` has its
+    number of `documents` and `tokens` and its `shards`, in order, each with `file`, `tokens`, `bytes` and `sha256`.
     """
 
     folder: Path
@@ -123,10 +120,7 @@ class TokenStream:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """The sha256 of the `tokenizer.json` in a folder, without padding and truncation.
-
-    Transformers saves the padding and truncation of the tokenizer's last call, which are not part of the tokenizer.
-    """
+    """The sha256 of the `tokenizer.json` in a folder, without padding and truncation."""
     content = json.loads((folder / "tokenizer.json").read_bytes())
-    content |= {"padding": None, "truncation": None}
+    content |= {"padding": None, "truncation": None}  # transformers saves those of the tokenizer's last call
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -27,7 +27,6 @@ from .data import open_text
 from .finetune import load_tokenizer
 from .pretrain import validation_rows
 from .rows import IGNORED, Vocabulary, already_batched, collate, encode, longest_first
-from .tasks import TaskData
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
@@ -115,10 +114,7 @@ def evaluate(
     mask_share: float = 0.15,
     console: Console,
 ) -> dict[str, Any]:
-    """Compute perplexity on the corpus `data`, or scores on a task or a labeled table.
-
-    Options that have no effect are refused.
-    """
+    """Compute perplexity on the corpus `data`, or scores on a task or labeled table; refuse options without effect."""
     unused: dict[str, tuple[object, object]] = {"text": (text, "text"), "label": (label, "label")}
     if task is not None:
         unused = {"rows": (rows, 1024), "mask_share": (mask_share, 0.15)}
@@ -159,7 +155,7 @@ def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share:
     return {"perplexity": math.exp(total / count), **sizes}
 
 
-def _score(network: PreTrainedModel, model: Path, task: TaskData, console: Console) -> dict[str, Any]:
+def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console: Console) -> dict[str, Any]:
     """Accuracy and F1 of a classifier on the test set of a task."""
     names = list(network.config.id2label.values())
     if names != task.label_names:

@@ -126,10 +126,8 @@ class Source:
     held_out: float
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """The split and the text of each document.
-
-        Documents are held out by their hash: equal ones stay together, and adding others moves none.
-        """
+        """The split and the text of each document."""
+        # Held out by hash: equal documents stay together, and adding others moves none.
         for text in data.documents(self.name, self.text_column, self.split):
             place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
             yield "validation" if place < self.held_out else self.split, text
@@ -239,13 +237,9 @@ def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, s
         yield batch
 
 
-def _write_shards(
-    batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int
-) -> dict[str, dict[str, Any]]:
+def _write_shards(batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int) -> dict[str, Any]:
     """Write documents to shards of at most `shard_tokens` tokens; returns the splits of the manifest."""
-    splits: dict[str, dict[str, Any]] = {
-        name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")
-    }
+    splits: dict[str, Any] = {name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")}
     buffers: dict[str, list[np.ndarray]] = {name: [] for name in splits}
 
     def write_shard(split: str) -> None:

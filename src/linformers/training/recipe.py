@@ -115,9 +115,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     the table's entries override keys of the file, and so do changes. In `out`, `{variant}` stands for the name.
     """
     values, variants = _load(path)
-    overrides: dict[str, Any] = {}
-    for change in changes:
-        overrides = _merge(overrides, _parse(change))
+    overrides: dict[str, Any] = functools.reduce(_merge, map(_parse, changes), {})
     if variants:
         variant = overrides.pop("variant", None)
         if variant is None:
@@ -126,9 +124,9 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
         values = _merge(values, variants[variant])
         values["out"] = str(values.get("out")).replace("{variant}", variant)
     values = _merge(values, overrides)
-    for f in dataclasses.fields(Recipe)[:3]:  # those without a default
-        if f.name not in values:
-            raise UserError(f"{path} has no {f.name!r}; add it, or pass {f.name}=…")
+    for name in ("data", "out", "steps"):  # which have no default
+        if name not in values:
+            raise UserError(f"{path} has no {name!r}; add it, or pass {name}=…")
     for name in values:
         _check_key(str(name), [f.name for f in dataclasses.fields(Recipe)])
     if isinstance(values.get("compile"), bool):  # YAML reads yes and no as booleans

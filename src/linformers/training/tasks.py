@@ -192,10 +192,7 @@ def held_out(text: str, part: int) -> bool:
 
 
 def classification_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy, and F1: of class 1 if there are two classes, otherwise the mean over all classes that occur.
-
-    `logits` has shape (rows, classes), `labels` (rows,).
-    """
+    """Accuracy and F1 of logits (rows, classes): F1 of class 1 of two, or the mean over all classes that occur."""
     if broken := int(np.isnan(logits).any(axis=1).sum()):
         raise UserError(f"{broken} of {len(logits)} rows have NaN logits: training diverged; lower the learning rate")
     predictions = logits.argmax(axis=1)

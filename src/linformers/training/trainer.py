@@ -113,8 +113,8 @@ class ExactTrainer(Trainer):
 
     def check_shared(self, what: str, number: int) -> int:
         """Check that all processes found the same number in the folder of the run."""
-        if len(found := set(self.gather(number))) > 1:
-            raise UserError(f"out={self.args.output_dir!r} is not shared by all processes: they see {what} {found}")
+        if len(numbers := set(self.gather(number))) > 1:
+            raise UserError(f"out={self.args.output_dir!r} is not shared by all processes: they see {what} {numbers}")
         return number
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -223,8 +223,7 @@ class _SignalCallback(TrainerCallback):
     """On SIGTERM or SIGINT, finish the current step, save and stop."""
 
     def __init__(self, trainer: ExactTrainer) -> None:
-        self.trainer = trainer
-        self.received = 0
+        self.trainer, self.received = trainer, 0
         self.known: AsyncScalar | None = None  # what any of several processes had received a step ago
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
