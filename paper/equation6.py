@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from linformers import plots
 from linformers.analysis import attentions
-from linformers.checks import check_size, whole_numbers
+from linformers.checks import check_size
 from linformers.errors import UserError
 from linformers.progress import steps
 from linformers.projections import window_matrix
@@ -173,7 +173,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise UserError("model or text is missing: pass an encoder, and files or folders to draw passages from")
     model, tokenizer = attentions.load_encoder(options.model)
     n = options.length or min(512, tokenizer.model_max_length)
-    projected = whole_numbers("projected", options.projected or ",".join(str(max(1, n // i)) for i in (16, 8, 4, 2)))
+    default = ",".join(str(max(1, n // i)) for i in (16, 8, 4, 2))
+    projected = report.whole_numbers("projected", options.projected or default)
     if max(projected) >= n:
         raise UserError(f"projected={max(projected)} must be below length={n}")
     sizes, drawn = [options.passages, options.others], {"seed": options.seed, "text_column": options.text_column}

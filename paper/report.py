@@ -48,3 +48,22 @@ def origin() -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """The distinct numbers of an argument such as "512,1024"."""
+    try:
+        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{name}={text!r} must be positive integers separated by commas, such as 512,1024")
+    return numbers
+
+
+def fractions(name: str, text: str) -> list[float]:
+    """The distinct numbers of an argument such as "0.1,0.5"."""
+    try:
+        return list(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise UserError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from linformers import plots
 from linformers.analysis import attentions
-from linformers.checks import check_size, fractions, whole_numbers
+from linformers.checks import check_size
 from linformers.errors import UserError
 
 from . import report
@@ -99,8 +99,8 @@ def explore(options: argparse.Namespace, show: Callable[[str], None] = lambda wh
 def run(options: argparse.Namespace, console: Console) -> None:
     """Test everything and write `theorems.json`, with one line for each record."""
     check_size("draws", options.draws)
-    options.lengths, options.dims = (whole_numbers(name, getattr(options, name)) for name in ("lengths", "dims"))
-    options.epsilon = fractions("epsilon", options.epsilon)
+    options.lengths, options.dims = (report.whole_numbers(name, getattr(options, name)) for name in ("lengths", "dims"))
+    options.epsilon = report.fractions("epsilon", options.epsilon)
     if min(options.dims) < 2 or min(options.lengths) < 8:
         raise UserError(f"dims={min(options.dims)} must be at least 2 and lengths={min(options.lengths)} at least 8")
     if not all(0 < epsilon < 1 for epsilon in options.epsilon):

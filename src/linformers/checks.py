@@ -59,32 +59,13 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 def nearest_name(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice closest to `name`, ignoring case, hyphens and underscores."""
     normalized = {choice.lower().replace("_", "-"): choice for choice in choices}
-    found = difflib.get_close_matches(name.lower().replace("_", "-"), normalized, n=1, cutoff=cutoff)
-    return normalized[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower().replace("_", "-"), normalized, n=1, cutoff=cutoff)
+    return normalized[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
     """The end of a message about an unknown name."""
     return f"; did you mean {name!r}?" if name else ""
-
-
-def whole_numbers(name: str, text: str, example: str = "512,1024") -> list[int]:
-    """The distinct numbers of an argument such as "512,1024"."""
-    try:
-        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{name}={text!r} must be positive integers separated by commas, such as {example}")
-    return numbers
-
-
-def fractions(name: str, text: str) -> list[float]:
-    """The distinct numbers of an argument such as "0.1,0.5"."""
-    try:
-        return list(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise UserError(f"{name}={text!r} must be numbers separated by commas, such as 0.1,0.5") from None
 
 
 def plain(value: Any) -> Any:
@@ -95,15 +76,12 @@ def plain(value: Any) -> Any:
 
 
 def check_tensor(name: str, tensor: Any, shape: Sequence[int | str], kind: str = "") -> None:
-    """Check that `tensor` is a tensor of a shape, in which a string stands for any size.
-
-    Its `kind` may be `"ids"`, which are integers, or `"mask"`, which is boolean or made of integers.
-    """
+    """Check the shape of a tensor, where a string stands for any size, and the type of `"ids"` or of a `"mask"`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is of type {type(tensor).__name__}, expected a tensor")
     matches = tensor.dim() == len(shape)
-    for own, size in zip(tensor.shape, shape, strict=False):
-        matches = matches and (isinstance(size, str) or own == size)
+    for actual, size in zip(tensor.shape, shape, strict=False):
+        matches = matches and (isinstance(size, str) or actual == size)
     if not matches:
         expected = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected})")
@@ -152,11 +130,10 @@ def check_model(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
     for path in (folder / "config.json", folder / "tokenizer.json"):
         try:
-            intact = isinstance(json.loads(path.read_bytes()), dict)
+            if not isinstance(json.loads(path.read_bytes()), dict):
+                raise ValueError
         except ValueError:
-            intact = False
-        if not intact:
-            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object")
+            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object") from None
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt"):

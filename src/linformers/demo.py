@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import shutil
 import statistics
@@ -22,8 +22,9 @@ from .checks import make_folder
 from .training.corpus import Corpus
 from .training.prepare import prepare
 from .training.pretrain import pretrain
+from .training.trainer import read_metrics
 
-SIZE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+SIZE: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 LENGTHS, TOKENS, PROJECTED, WINDOW = (256, 512, 1024, 2048, 4096), 8192, 128, 8
 TRAIN_LENGTH, BATCH, VOCABULARY = 512, 4, 2048
 SENTENCE = "They were married and had three <mask>."  # for the bundled English model
@@ -39,9 +40,9 @@ def run(steps: int, out: Path, console: Console) -> int:
     """Run the demo, without repeating finished runs; return 0, or the exit code of a run that a signal stopped."""
     make_folder("out", out)
     console.print(f"[bold]1. Cost of a pass[/bold] of {TOKENS:,} tokens, as sequences get longer")
-    options: dict[str, Any] = {"models": ("unfused", "twin", "linformer"), **SIZE}
-    measured = compare(LENGTHS, [PROJECTED], tokens=TOKENS, console=console, **options)
-    cells = [cell for own in measured for cell in own]
+    models = ("unfused", "twin", "linformer")
+    measured = compare(LENGTHS, [PROJECTED], tokens=TOKENS, console=console, models=models, **SIZE)
+    cells = list(itertools.chain.from_iterable(measured))
     for table in tables(cells, "inference"):
         console.print(table)
 
@@ -54,10 +55,10 @@ def run(steps: int, out: Path, console: Console) -> int:
         folder = out / f"{name.lower().replace(' ', '-')}-{steps}"
         if code := pretrain(recipe, [*changes, f"out={folder}"], console=console, command="linformers demo"):
             return code
-        records[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        records[name] = read_metrics(folder)
     baseline = frequency_perplexity(Corpus.open(corpus))
     console.print(training_table(records, baseline))
-    if behind := [name for name, own in records.items() if own[-1]["perplexity"] > baseline]:
+    if behind := [name for name, log in records.items() if log[-1]["perplexity"] > baseline]:
         console.print(f"{steps} steps are too few for {', '.join(behind)} to learn from context; try more with --steps")
 
     axis = f"sequence length n ({TOKENS:,} tokens per pass)"
@@ -80,28 +81,28 @@ def run(steps: int, out: Path, console: Console) -> int:
 def training_table(records: dict[str, list[dict[str, Any]]], baseline: float) -> Table:
     table = Table("", "perplexity", "tokens/s")
     table.title = f"n={TRAIN_LENGTH}, k={PROJECTED}; the window holds exact keys at most {WINDOW} tokens away"
-    for name, own in records.items():
-        speed = statistics.median(record["tokens_per_second"] for record in own if "tokens_per_second" in record)
-        table.add_row(name, f"{own[-1]['perplexity']:.1f}", f"{speed:,.0f}")
+    for name, log in records.items():
+        speed = statistics.median(record["tokens_per_second"] for record in log if "tokens_per_second" in record)
+        table.add_row(name, f"{log[-1]['perplexity']:.1f}", f"{speed:,.0f}")
     table.add_row("without context", f"{baseline:.1f}", "")
     return table
 
 
 def write_recipe(steps: int, out: Path) -> Path:
-    options = {"norm_first": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    lengths = {"max_position_embeddings": TRAIN_LENGTH, "projected_length": PROJECTED, "local_window": 0}
-    training = {"batch_size": BATCH, "learning_rate": 0.003, "warmup_steps": steps // 10, "workers": 0}
-    often = {"eval_every": max(1, steps // 5), "save_every": max(1, steps // 5), "log_every": max(1, steps // 30)}
-    recipe = {"data": str(out / "corpus"), "model": {**SIZE, **lengths, **options}, "steps": steps}
+    model = {**SIZE, "max_position_embeddings": TRAIN_LENGTH, "projected_length": PROJECTED, "local_window": 0}
+    model |= {"norm_first": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    recipe = {"data": str(out / "corpus"), "model": model, "steps": steps, "batch_size": BATCH, "learning_rate": 0.003}
+    recipe |= {"warmup_steps": steps // 10, "workers": 0, "eval_every": max(1, steps // 5)}
+    recipe |= {"save_every": max(1, steps // 5), "log_every": max(1, steps // 30), "eval_rows": 64, "keep": 1}
     path = out / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**recipe, **training, **often, "eval_rows": 64, "keep": 1}, sort_keys=False))
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path
 
 
 def frequency_perplexity(corpus: Corpus) -> float:
     """The perplexity of predicting each validation token from its frequency in the training set alone."""
     streams = (corpus.tokens("train"), corpus.tokens("validation"))
-    train, validation = (np.bincount(own.read(0, len(own)), minlength=corpus.vocab_size) for own in streams)
+    train, validation = (np.bincount(tokens.read(0, len(tokens)), minlength=corpus.vocab_size) for tokens in streams)
     logs = np.log((train + 1) / (train + 1).sum())
     return math.exp(-(validation * logs).sum() / validation.sum())
 

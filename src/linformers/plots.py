@@ -119,8 +119,8 @@ def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Non
     """Training loss and validation perplexity over the step, from the records of each run."""
     figure, axes = new_figure(2, 7.6, 3.4)
     for panel, key, style in zip(axes, ("loss", "perplexity"), ({"marker": ""}, {}), strict=True):
-        points = {name: [(own["step"], own[key]) for own in records if key in own] for name, records in runs.items()}
-        draw(panel, {name: own for name, own in points.items() if own}, list(runs), **style)
+        curves = {name: [(r["step"], r[key]) for r in records if key in r] for name, records in runs.items()}
+        draw(panel, {name: points for name, points in curves.items() if points}, list(runs), **style)
     axes[0].set(title="Training", xlabel="step", ylabel="loss (nats)")
     axes[1].set(title="Validation", xlabel="step", ylabel="perplexity", yscale="log")
     label_powers(axes[1])

@@ -67,16 +67,11 @@ def _max_length(config: PreTrainedConfig, tokenizer: Tokenizer) -> int:
     # RoBERTa and similar models use the positions after that of padding.
     embeddings = [module for path, module in modules.items() if "position" in path.split(".")[-1]]
     paddings = [module.padding_idx for module in embeddings if getattr(module, "padding_idx", None) is not None]
-    return min(tokenizer.model_max_length, positions - max((int(own) + 1 for own in paddings), default=0))
+    return min(tokenizer.model_max_length, positions - max((int(padding) + 1 for padding in paddings), default=0))
 
 
 def passages(
-    texts: str | Path | list[str],
-    tokenizer: Tokenizer,
-    length: int,
-    count: int,
-    seed: int = 0,
-    text_column: str = "text",
+    texts: data.Sources, tokenizer: Tokenizer, length: int, count: int, seed: int = 0, text_column: str = "text"
 ) -> Tensor:
     """Draw up to `count` passages of exactly `length` tokens, special tokens included: (count, n).
 
@@ -97,8 +92,8 @@ def passages(
                 encoded = tokenizer(document, **options)["input_ids"]
                 yield from (np.array(ids, dtype=np.int32) for ids in encoded if len(ids) == length)
 
-    found, drawn, order = cut(), list[np.ndarray](), random.Random(seed)
-    while len(drawn) < count and (pool := list(islice(found, max(1, POOL_TOKENS // length)))):
+    candidates, drawn, order = cut(), list[np.ndarray](), random.Random(seed)
+    while len(drawn) < count and (pool := list(islice(candidates, max(1, POOL_TOKENS // length)))):
         order.shuffle(pool)
         drawn += pool
     if not drawn:
@@ -107,23 +102,22 @@ def passages(
 
 
 class WatchAttention(TorchDispatchMode):
-    """A context that calls `watch(layer, P)` as each layer computes its P, (b, h, n, n), and replaces P by its result.
+    """A context that calls `watch(layer, P)` as each layer computes its P, (b, h, n, n).
 
-    If the result is `None`, P stays. Eager attention has exactly one softmax of this shape in each layer, so this works
-    for every encoder and keeps no P in memory.
+    Eager attention has exactly one softmax of this shape in each layer, so this works for every encoder and keeps no P
+    in memory.
     """
 
-    def __init__(self, watch: Callable[[int, Tensor], Tensor | None], length: int) -> None:
+    def __init__(self, watch: Callable[[int, Tensor], object], length: int) -> None:
         super().__init__()
         self.watch, self.length, self.layer = watch, length, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten._softmax.default or result.shape[2:] != (self.length, self.length):
-            return result
-        self.layer += 1
-        replacement = self.watch(self.layer - 1, result)
-        return result if replacement is None else replacement
+        if func is torch.ops.aten._softmax.default and result.shape[2:] == (self.length, self.length):
+            self.watch(self.layer, result)
+            self.layer += 1
+        return result
 
 
 def check_full_attention(model: PreTrainedModel, ids: Tensor, name: str) -> tuple[int, int]:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedConfig
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from .. import LinformerConfig
 from ..checks import check_choice, check_share
@@ -28,27 +27,25 @@ Lengths = list[int] | list[list[int]]
 
 
 def choose(energy: np.ndarray, share: float, *, per: str, sharing: str) -> Lengths:
-    """Choose the smallest k per layer or head that keeps a share of the energy, (layers, heads, n), then round up.
-
-    Heads or layers that share one E average its columns, so each k must divide the largest.
-    """
+    """Choose the smallest k per layer or head that keeps a share of the energy, (layers, heads, n), then round up."""
     curves, n = energy if per == "head" else energy.mean(1, keepdims=True), energy.shape[-1]
-    wanted = (curves < share).sum(-1) + 1  # (layers, heads or 1)
+    lengths = (curves < share).sum(-1) + 1  # (layers, heads or 1)
+    # Layers or heads that share one E average its columns, so each k must divide the largest.
     if sharing == "layerwise":
-        wanted = round_to_divisors(wanted, n)
+        lengths = round_to_divisors(lengths, n)
     elif per == "head" and sharing != "none":
-        wanted = np.stack([round_to_divisors(layer, n) for layer in wanted])
+        lengths = np.stack([round_to_divisors(layer, n) for layer in lengths])
     else:
-        wanted = np.minimum(-(-wanted // STEP) * STEP, n)
-    return wanted.tolist() if per == "head" else wanted[:, 0].tolist()
+        lengths = np.minimum(-(-lengths // STEP) * STEP, n)
+    return lengths.tolist() if per == "head" else lengths[:, 0].tolist()
 
 
-def round_to_divisors(wanted: np.ndarray, n: int) -> np.ndarray:
+def round_to_divisors(lengths: np.ndarray, n: int) -> np.ndarray:
     """Round the largest up to 2^i or 3 · 2^i, which have many divisors, and the others up to divisors of it."""
     sizes = [2**i * odd for i, odd in itertools.product(range(3, 20), (1, 3)) if 2**i * odd < n]
-    largest = min(size for size in (*sizes, n) if size >= wanted.max())
+    largest = min(size for size in (*sizes, n) if size >= lengths.max())
     divisors = np.array([i for i in range(1, largest + 1) if largest % i == 0])
-    return divisors[np.searchsorted(divisors, wanted)]
+    return divisors[np.searchsorted(divisors, lengths)]
 
 
 def within_budget(energy: np.ndarray, budget: int, *, per: str, sharing: str) -> tuple[Lengths, float]:
@@ -64,10 +61,10 @@ def within_budget(energy: np.ndarray, budget: int, *, per: str, sharing: str) ->
 def variants(chosen: Lengths, n: int) -> dict[str, Lengths]:
     """Return the choice beside others of the same cost: uniform, and sorted to decrease or increase with the layer."""
     uniform = min(n, max(1, round(float(np.mean(chosen)) / STEP)) * STEP)
-    found: dict[str, Lengths] = {"uniform": [uniform] * len(chosen), "chosen": chosen}
+    choices: dict[str, Lengths] = {"uniform": [uniform] * len(chosen), "chosen": chosen}
     if not isinstance(chosen[0], list):
-        found |= {"decreasing": sorted(chosen, reverse=True), "increasing": sorted(chosen)}
-    return {name: lengths for name, lengths in found.items() if name == "chosen" or lengths != chosen}
+        choices |= {"decreasing": sorted(chosen, reverse=True), "increasing": sorted(chosen)}
+    return {name: lengths for name, lengths in choices.items() if name == "chosen" or lengths != chosen}
 
 
 def kept_energy(lengths: Lengths, energy: np.ndarray) -> np.ndarray:
@@ -110,8 +107,8 @@ def run(
     fields = model_fields(encoder, tokenizer) | {"max_position_embeddings": length, "sharing": sharing}
     config = LinformerConfig(**fields, projected_length=chosen).resolved()
     if (path := out / "config.json").exists():
-        old, new = (re.sub('"transformers_version".*', "", own) for own in (path.read_text(), config.to_json_string()))
-        if old != new:
+        version = '"transformers_version".*'
+        if re.sub(version, "", path.read_text()) != re.sub(version, "", config.to_json_string()):
             raise UserError(f"{path} is another choice or another model; remove it or use another --out")
 
     choices = variants(chosen, length)
@@ -122,24 +119,21 @@ def run(
     console.print(table)
     fields |= {"projection": "linear", "projection_scale": "null", "projected_length": json.dumps(chosen)}
     names = ("projected_length", *SIZES, "max_position_embeddings", "sharing", "projection", "projection_scale")
-    changes = shlex.join(f"model.{own}={fields[own]}" for own in names)
-    lines = (
-        f"Each {per} keeps {share:.4f} of its energy or more with k = {chosen}. To train it:",
-        f"linformers pretrain RECIPE data=DATA out=OUT {changes}",
-    )
-    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+    changes = shlex.join(f"model.{name}={fields[name]}" for name in names)
+    summary = f"Each {per} keeps {share:.4f} of its energy or more with k = {chosen}. To train it:"
+    training = f"linformers pretrain RECIPE data=DATA out=OUT {changes}"
+    console.print(summary, training, sep="\n", highlight=False, markup=False, soft_wrap=True)
     config.save_pretrained(out)
-    how = {"model": model, "share": share, "per": per, "sharing": sharing, "choices": choices}
-    record = {"command": command, "commit": commit(), **environment(), **how}
+    record = {"command": command, "commit": commit(), **environment(), "model": model}
+    record |= {"share": share, "per": per, "sharing": sharing, "choices": choices}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
     return chosen
 
 
-def model_fields(encoder: PreTrainedConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def model_fields(encoder: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the sizes and special tokens of an encoder as fields of a `LinformerConfig`."""
-    others = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first")
-    dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *others, *dropout)}
+    names = ("vocab_size", "hidden_act", "layer_norm_eps", "norm_first", "hidden_dropout_prob")
+    fields = {name: getattr(encoder, name, None) for name in (*SIZES, *names, "attention_probs_dropout_prob")}
     fields["intermediate_size"] = fields["intermediate_size"] or getattr(encoder, "hidden_dim", 4 * encoder.hidden_size)
     fields["pad_token_id"] = tokenizer.pad_token_id
     for name, bert_name in (("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")):

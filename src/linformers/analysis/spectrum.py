@@ -81,19 +81,19 @@ def load_state(path: Path, model: str, passages: np.ndarray) -> tuple[Moments, n
     """Return saved moments and the passages they cover, or the given ones if these are more."""
     try:
         with path.open("rb") as raw, np.load(raw) as file:
-            own, seen, mean, squares = (file[name] for name in ("model", "passages", "mean", "squares"))
+            saved_model, seen, mean, squares = (file[name] for name in ("model", "passages", "mean", "squares"))
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile):
         raise UserError(f"{path} is not the state of a measurement; remove it or use another --out") from None
     both = min(len(seen), len(passages))
-    if str(own) != model or not np.array_equal(seen[:both], passages[:both]):
+    if str(saved_model) != model or not np.array_equal(seen[:both], passages[:both]):
         raise UserError(f"{path} has another model, text, length or seed; remove it or use another --out")
     return Moments(len(seen), mean, squares), max(seen, passages, key=len)
 
 
-def save_state(path: Path, model: str, passages: np.ndarray, found: Moments) -> None:
+def save_state(path: Path, model: str, passages: np.ndarray, moments: Moments) -> None:
     part = path.with_suffix(".part")
     with part.open("wb") as file:
-        np.savez(file, model=model, passages=passages[: found.count], mean=found.mean, squares=found.squares)
+        np.savez(file, model=model, passages=passages[: moments.count], mean=moments.mean, squares=moments.squares)
     part.replace(path)
 
 
@@ -113,30 +113,30 @@ def measure(
     `on_passage` is called with the number of finished passages, at the start and after each.
     """
     attentions.check_full_attention(model, passages, name)
-    found, seen, key, saved = Moments(), passages.numpy(), fingerprint(model), time.monotonic()
+    moments, seen, key, saved = Moments(), passages.numpy(), fingerprint(model), time.monotonic()
     if state_file and state_file.exists():
-        found, seen = load_state(state_file, key, seen)
-    on_passage(found.count)
+        moments, seen = load_state(state_file, key, seen)
+    on_passage(moments.count)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # workers with a matrix each are faster than torch's threads inside one decomposition
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         try:
-            for ids in passages[found.count :]:
+            for ids in passages[moments.count :]:
                 values = decompose(model, ids, pool)
                 sums = values.cumsum(-1), (values**2).cumsum(-1)
                 # One assignment, so that an interrupt leaves no passage half added.
-                found = found.add(np.stack([values, *(own / own[..., -1:] for own in sums)]))
-                on_passage(found.count)
+                moments = moments.add(np.stack([values, *(sum_ / sum_[..., -1:] for sum_ in sums)]))
+                on_passage(moments.count)
                 if state_file and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                    save_state(state_file, key, seen, found)
+                    save_state(state_file, key, seen, moments)
                     saved = time.monotonic()
         finally:
-            if state_file and found.count:
-                save_state(state_file, key, seen, found)
+            if state_file and moments.count:
+                save_state(state_file, key, seen, moments)
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(threads)
-    (values, share, energy), deviation = found.mean, np.sqrt(found.squares / max(1, found.count - 1))
-    return Spectrum(found.count, values, share, deviation[1], energy)
+    (values, share, energy), deviation = moments.mean, np.sqrt(moments.squares / max(1, moments.count - 1))
+    return Spectrum(moments.count, values, share, deviation[1], energy)
 
 
 def decompose(model: PreTrainedModel, ids: Tensor, pool: ThreadPoolExecutor) -> np.ndarray:

@@ -82,28 +82,27 @@ def model_configs(
     Under `compile`, all models but the unfused one appear a second time, to be measured compiled.
     """
 
-    def config(**own: Any) -> LinformerConfig:
-        return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **own})
+    def config(**changes: Any) -> LinformerConfig:
+        return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **changes})
 
     twin = config(projection="identity")
     roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in SAME_FIELDS})
     roberta._attn_implementation = "sdpa_without_mask"
     unfused = config(projection="identity", attn_implementation="plain")
-    found = {"unfused": {UNFUSED: unfused}, "roberta": {ROBERTA: roberta}, "twin": {FUSED: twin}, "linformer": {}}
+    known = {"unfused": {UNFUSED: unfused}, "roberta": {ROBERTA: roberta}, "twin": {FUSED: twin}, "linformer": {}}
     for k, w in itertools.product([k for k in projected if k < n], (0, *windows)):
-        found["linformer"][f"Linformer k={k}" + (f" w={w}" if w else "")] = config(projected_length=k, local_window=w)
-    ways = ("", COMPILED) if compile else ("",)
-    chosen = {
-        name + way: own for model in MODELS if model in models for name, own in found[model].items() for way in ways
-    }
-    return {name: own for name, own in chosen.items() if name != UNFUSED + COMPILED}
+        known["linformer"][f"Linformer k={k}" + (f" w={w}" if w else "")] = config(projected_length=k, local_window=w)
+    configs = {name: config for model in MODELS if model in models for name, config in known[model].items()}
+    endings = ("", COMPILED) if compile else ("",)
+    pairs = itertools.product(configs, endings)
+    return {name + ending: configs[name] for name, ending in pairs if (name, ending) != (UNFUSED, COMPILED)}
 
 
 def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
     """A model with random weights, in bfloat16 on a GPU and in float32 on a CPU."""
     with torch.device(DEVICE):
-        theirs = isinstance(config, RobertaConfig)
-        model = RobertaModel(config, add_pooling_layer=False) if theirs else LinformerModel(config)
+        is_roberta = isinstance(config, RobertaConfig)
+        model = RobertaModel(config, add_pooling_layer=False) if is_roberta else LinformerModel(config)
     model = model.to(DTYPE)
     return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
@@ -148,7 +147,7 @@ def compare(
                 measure.release()
             begin(f"timing all models, n={n}, {task}")
             seconds = measure.interleaved(runs)
-            ks = {name: own.projected_length if name.startswith("Linformer") else None for name, own in configs.items()}
+            ks = {m: config.projected_length if m.startswith("Linformer") else None for m, config in configs.items()}
             yield [Cell(m, n, k, batch, task, seconds.get(m), peaks.get(m), largest.get(m)) for m, k in ks.items()]
 
 
@@ -167,9 +166,9 @@ def run(
     **options: Any,
 ) -> None:
     """Measure, show, and write `efficiency.json` and plots to `out`; `options` are those of `compare`."""
-    for name, chosen, known in (("task", task, TASKS), ("models", options["models"], MODELS)):
-        for own in chosen:
-            check_choice(name, own, known)
+    for name, values, choices in (("task", task, TASKS), ("models", options["models"], MODELS)):
+        for value in values:
+            check_choice(name, value, choices)
     if hidden % 64:
         raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if min(projected) >= max(lengths):
@@ -189,34 +188,34 @@ def run(
         text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
         (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
     axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
-    for own in task:
-        measured = [cell for cell in cells if cell.task == own]
-        for table in tables(measured, own):
+    for kind in task:
+        measured = [cell for cell in cells if cell.task == kind]
+        for table in tables(measured, kind):
             console.print(table)
         if points := curves(measured, "milliseconds"):
-            plots.efficiency(points, curves(measured, "mebibytes"), out / f"{own}.png", axis)
+            plots.efficiency(points, curves(measured, "mebibytes"), out / f"{kind}.png", axis)
     console.print(f"Results are in {out}", markup=False)
 
 
 def tables(cells: Sequence[Cell], task: str) -> Iterator[Table]:
     """Time, memory and largest batch over n; in parentheses, a Linformer's relative to those of its rivals."""
-    found = {(cell.model, cell.n): cell for cell in cells}
+    by_model = {(cell.model, cell.n): cell for cell in cells}
     names, lengths = (list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in ("model", "n"))
-    best = (next((own for own in (rival + COMPILED, rival) if own in names), None) for rival in (ROBERTA, FUSED))
-    rivals = [own for own in best if own] or [own for own in names if own == UNFUSED]
+    best = (next((name for name in (rival + COMPILED, rival) if name in names), None) for rival in (ROBERTA, FUSED))
+    rivals = [name for name in best if name] or [name for name in names if name == UNFUSED]
     relative = f" (relative to {' / '.join(rivals)})" if rivals else ""
     values = {"milliseconds": "Milliseconds", "mebibytes": "MiB beside the weights", "largest_batch": "Largest batch"}
 
     def text(cell: Cell | None, value: str) -> str:
         if cell is None or cell.seconds is None:
             return "–" if cell is None else "out of memory"
-        own, others = getattr(cell, value) or 0, [getattr(found[rival, cell.n], value) for rival in rivals if cell.k]
-        ratios = " / ".join(f"{own / other:.2f}" if other else "–" for other in others)
-        return (f"{own:,}" if isinstance(own, int) else f"{own:,.1f}") + (f" ({ratios})" if ratios else "")
+        cost, others = getattr(cell, value) or 0, [getattr(by_model[r, cell.n], value) for r in rivals if cell.k]
+        ratios = " / ".join(f"{cost / other:.2f}" if other else "–" for other in others)
+        return (f"{cost:,}" if isinstance(cost, int) else f"{cost:,.1f}") + (f" ({ratios})" if ratios else "")
 
     for value, title in values.items():
         if any(getattr(cell, value) is not None for cell in cells):
             table = Table("model", *(f"n={n}" for n in lengths), title=f"{title}, {task}{relative}")
             for name in names:
-                table.add_row(name, *(text(found.get((name, n)), value) for n in lengths))
+                table.add_row(name, *(text(by_model.get((name, n)), value) for n in lengths))
             yield table

@@ -85,8 +85,8 @@ def step_of(folder: Path) -> int:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    found = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def newest_intact(run: Path, report: Callable[[str], None]) -> Path | None:
@@ -103,10 +103,10 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a folder that `write_folder` wrote; `None` if it is intact."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        expected = {folder / name: (own["bytes"], own["sha256"]) for name, own in manifest.items()}
+        expected = [(folder / name, file["bytes"], file["sha256"]) for name, file in manifest.items()]
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
         return f"{folder / MANIFEST} is missing or not a list of files"
-    return next(filter(None, (file_damage(path, *own) for path, own in expected.items())), None)
+    return next(filter(None, (file_damage(*file) for file in expected)), None)
 
 
 def file_damage(path: Path, size: int, sha256: str | None = None) -> str | None:
@@ -151,22 +151,22 @@ def locked(run: Path) -> Iterator[None]:
 def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = ()) -> None:
     """Write the settings of a run to its folder; refuse the folder of a run with other settings, except `free` ones."""
     path, settings = run / "run.json", {"kind": kind, **settings}
-    if not any(found for trace in TRACES for found in run.glob(trace)):
+    if not any(match for trace in TRACES for match in run.glob(trace)):
         write_file(path, json.dumps(settings, indent=1) + "\n")
         return
     if not path.exists():
         raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
     try:
         saved = _flat(json.loads(path.read_text()))
-        found = saved["kind"]
+        saved_kind = saved["kind"]
     except (ValueError, KeyError, AttributeError):
         raise UserError(f"{path} is damaged: it does not describe a run") from None
-    if found != kind:
-        raise UserError(f"out={str(run)!r} holds a run of linformers {found}; choose another folder")
-    own = _flat(json.loads(json.dumps(settings)))
-    changed = [name for name in own | saved if name not in free and own.get(name) != saved.get(name)]
+    if saved_kind != kind:
+        raise UserError(f"out={str(run)!r} holds a run of linformers {saved_kind}; choose another folder")
+    new = _flat(json.loads(json.dumps(settings)))
+    changed = [name for name in new | saved if name not in free and new.get(name) != saved.get(name)]
     if changed:
-        changes = (f"{name} was {saved.get(name)!r} and is now {own.get(name)!r}" for name in changed)
+        changes = (f"{name} was {saved.get(name)!r} and is now {new.get(name)!r}" for name in changed)
         raise UserError(f"out={str(run)!r} holds another run: {'; '.join(changes)}; choose another folder")
 
 
@@ -179,10 +179,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of an optimizer, named after their parameters.
-
-    Gathering a sharded tensor involves every process, so all of them must call this.
-    """
+    """The tensors of an optimizer, named after their parameters; if they are sharded, all processes must call this."""
     return {
         f"{name}/{key}": full_tensor(value)
         for name, parameter in model.named_parameters()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,14 +25,11 @@ MAX_OPEN_SHARDS = 64
 
 @dataclass(frozen=True)
 class Corpus:
-    """A folder that `linformers prepare` wrote.
+    """A folder that `linformers prepare` wrote: the shards, the tokenizer and the manifest.
 
-    Args:
-        folder: contains the shards, the tokenizer and the manifest.
-        manifest: the content of `manifest.json`: `format`, `dtype` (of a token on disk, little-endian), `vocab_size`,
-            `tokenizer` (its hash), `eos_token_id`, `sources`, `validation_sources`, and `splits`. Each of the splits
-            `train` and `validation` has its number of `documents` and `tokens` and its `shards`, in order, each with
-            `file`, `tokens`, `bytes` and `sha256`.
+    The manifest has `format`, `dtype` (of a token on disk, little-endian), `vocab_size`, `tokenizer` (its hash),
+    `eos_token_id`, `sources`, `validation_sources`, and `splits`. Each of the splits `train` and `validation` has its
+    number of `documents` and `tokens` and its `shards`, in order, each with `file`, `tokens`, `bytes` and `sha256`.
     """
 
     folder: Path
@@ -47,9 +44,9 @@ class Corpus:
             raise UserError(f"data={str(folder)!r} holds no corpus: run linformers prepare") from None
         except ValueError as error:
             raise UserError(f"{folder / MANIFEST} is damaged: {error}") from None
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        if found != FORMAT:
-            raise UserError(f"{folder / MANIFEST} has format {found!r}, expected {FORMAT}: prepare the corpus again")
+        version = manifest.get("format") if isinstance(manifest, dict) else None
+        if version != FORMAT:
+            raise UserError(f"{folder / MANIFEST} has format {version!r}, expected {FORMAT}: prepare the corpus again")
         corpus = cls(folder, manifest)
         corpus.verify(hashes=False)
         return corpus
@@ -59,8 +56,8 @@ class Corpus:
         for shard in self._shards():
             if wrong := file_damage(self.folder / shard["file"], shard["bytes"], shard["sha256"] if hashes else None):
                 raise UserError(f"data={str(self.folder)!r} is damaged: {wrong}")
-        if hashes and (found := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
-            raise UserError(f"{self.folder / TOKENIZER} has the hash {found}, expected {self.tokenizer_hash}")
+        if hashes and (actual := tokenizer_hash(self.folder / TOKENIZER)) != self.tokenizer_hash:
+            raise UserError(f"{self.folder / TOKENIZER} has the hash {actual}, expected {self.tokenizer_hash}")
 
     def tokens(self, split: str) -> TokenStream:
         """All tokens of `train` or `validation`."""
@@ -90,13 +87,7 @@ class Corpus:
 
 
 class TokenStream:
-    """The tokens of several shards as one array, memory-mapped.
-
-    Args:
-        paths: the shards, in order.
-        sizes: the number of tokens in each shard.
-        dtype: the type of a token, `uint16` or `uint32`.
-    """
+    """The tokens of several shards, `sizes` in each, as one memory-mapped array of `uint16` or `uint32`."""
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int], dtype: str):
         self.paths = list(paths)
@@ -114,15 +105,11 @@ class TokenStream:
         """A copy of the tokens from `start` to `start + count`."""
         if not 0 <= start <= start + count <= len(self):
             raise UserError(f"tokens {start} to {start + count} are out of range: there are {len(self)}")
-        result = np.empty(count, self.dtype)
-        done = 0
-        while done < count:
-            shard = bisect_right(self.starts, start + done) - 1
-            offset = start + done - self.starts[shard]
-            part = self._map(shard)[offset : offset + count - done]
-            result[done : done + len(part)] = part
-            done += len(part)
-        return result
+        parts = [np.empty(0, self.dtype)]
+        for shard in range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, start + count)):
+            offset = start - self.starts[shard]
+            parts.append(self._map(shard)[max(0, offset) : offset + count])
+        return np.concatenate(parts)
 
     def _map(self, shard: int) -> np.ndarray:
         if shard not in self._maps:
@@ -133,10 +120,7 @@ class TokenStream:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """The sha256 of the `tokenizer.json` in a folder, without padding and truncation.
-
-    Transformers saves the padding and truncation of the tokenizer's last call, which are not part of the tokenizer.
-    """
+    """The sha256 of the `tokenizer.json` in a folder, without padding and truncation."""
     content = json.loads((folder / "tokenizer.json").read_bytes())
-    content |= {"padding": None, "truncation": None}
+    content |= {"padding": None, "truncation": None}  # transformers saves those of the tokenizer's last call
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

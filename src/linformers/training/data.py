@@ -17,6 +17,7 @@ from ..errors import UserError
 
 TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 TEXTS = (".txt", ".md", ".rst", ".py")
+Sources = str | Path | Sequence[str | Path]
 COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
 FILE_TYPES = f"{', '.join(TEXTS + TABLES)}; plain, .gz or .xz"
 # A text file of more characters is split into several documents, at a blank line where possible.
@@ -28,17 +29,17 @@ def file_type(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSIONS else path.suffix.lower()
 
 
-def find_files(sources: str | Path | Sequence[str | Path], name: str = "source") -> list[Path]:
+def find_files(sources: Sources, name: str = "source") -> list[Path]:
     """The given files, and all files of a known type in the given folders, sorted; `name` is for error messages."""
     files: list[Path] = []
     for source in map(Path, [sources] if isinstance(sources, str | Path) else sources):
         if not source.exists():
             raise UserError(f"{name} {str(source)!r} does not exist")
         candidates = sorted(source.rglob("*")) if source.is_dir() else [source]
-        found = [path for path in candidates if path.is_file() and file_type(path) in TABLES + TEXTS]
-        if not found:
+        supported = [path for path in candidates if path.is_file() and file_type(path) in TABLES + TEXTS]
+        if not supported:
             raise UserError(f"{name} {str(source)!r} is not a supported file and contains none ({FILE_TYPES})")
-        files += found
+        files += supported
     return files
 
 

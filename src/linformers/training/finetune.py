@@ -28,7 +28,6 @@ from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
 BEST = "best"  # the folder of a seed's best weights
 MIN_STEPS_TO_COMPILE = 1000  # about what a minute of compiling saves
-PURPOSES = ("train on", "select on", "report on")  # of the three sets of a task
 FEW_STEPS, HIGH_RATE = 100, 1e-3  # below FEW_STEPS, the default learning rate hardly changes a small model
 
 
@@ -70,8 +69,8 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
     make_folder("out", out)
     with checkpoints.locked(out):
         hashes = {"data": task.hash(), "weights": checkpoints.model_hash(model)}
-        own = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "hash": hashes}
-        checkpoints.claim(out, "finetune", own, free=("seeds", "compile"))
+        recorded = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "hash": hashes}
+        checkpoints.claim(out, "finetune", recorded, free=("seeds", "compile"))
         if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
             raise UserError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}")
         runs.print_sizes()
@@ -105,8 +104,9 @@ class FineTuning:
         self.steps = self.settings.epochs * self.steps_per_epoch
 
     def print_sizes(self) -> None:
-        sizes = [f"{len(rows):,} to {purpose}" for rows, purpose in zip(self.sets.values(), PURPOSES, strict=True)]
-        self.console.print(f"{self.task.name}, rows: {', '.join(sizes)} ({self.task.reported_on})", highlight=False)
+        train, validation, test = (f"{len(rows):,}" for rows in self.sets.values())
+        sizes = f"{train} to train on, {validation} to select on, {test} to report on ({self.task.reported_on})"
+        self.console.print(f"{self.task.name}, rows: {sizes}", highlight=False)
         if self.steps < FEW_STEPS:
             low = self.settings.learning_rate < HIGH_RATE
             rate = f" For a small model, also use --learning-rate {HIGH_RATE:g}." if low else ""
@@ -127,7 +127,6 @@ class FineTuning:
             per_device_train_batch_size=rows_per_step,
             per_device_eval_batch_size=2 * rows_per_step,
             learning_rate=settings.learning_rate,
-            lr_scheduler_type="linear",
             warmup_steps=int(0.06 * self.steps),
             weight_decay=0.01,
             adam_beta2=0.98,
@@ -137,7 +136,6 @@ class FineTuning:
             save_steps=self.steps_per_epoch,
             save_total_limit=2,
             metric_for_best_model="accuracy",
-            greater_is_better=True,
             seed=seed,
             **common_arguments(settings.precision),
         )
@@ -147,7 +145,7 @@ class FineTuning:
             data_collator=partial(collate, pad_token_id=self.tokenizer.pad_token_id, max_length=self.max_length),
             train_dataset=EpochOrder(self.sets["train"], seed, self.steps * rows_per_step, rows_per_step),
             eval_dataset=self.sets["validation"],
-            compute_metrics=lambda own: classification_metrics(own.predictions, own.label_ids),
+            compute_metrics=lambda outputs: classification_metrics(outputs.predictions, outputs.label_ids),
             processing_class=self.tokenizer,
         )
         title = f"{self.task.name}, seed {seed}"
@@ -172,8 +170,7 @@ class FineTuning:
             "reported_on": task.reported_on,
             "rows": len(task.test),
             "note": task.note,
-            "accuracy": spread([result["accuracy"] for result in seeds]),
-            "f1": spread([result["f1"] for result in seeds]),
+            **{name: spread([result[name] for result in seeds]) for name in ("accuracy", "f1")},
             "f1_of": tasks.f1_of(task.label_names),
             "seeds": seeds,
             "made_with": sentence(command),
@@ -197,9 +194,9 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
             each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
             mean = plus_minus(results[name], 2, scale=100)
             self.console.print(f"{name} in %: {mean} (seeds: {each})", highlight=False)
-        where = f"{len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
-        end = f"on {where}\nscores in {out / 'results.json'}, best model in {out / 'model'}"
-        self.console.print(end, markup=False, highlight=False)
+        where = f"on {len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
+        files = f"scores in {out / 'results.json'}, best model in {out / 'model'}"
+        self.console.print(where, files, sep="\n", markup=False, highlight=False)
 
 
 def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClassification:

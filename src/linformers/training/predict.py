@@ -27,7 +27,6 @@ from .data import open_text
 from .finetune import load_tokenizer
 from .pretrain import validation_rows
 from .rows import IGNORED, Vocabulary, already_batched, collate, encode, longest_first
-from .tasks import TaskData
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
@@ -55,18 +54,15 @@ def predict_lines(
     tokenizer = load_tokenizer(model)
     if best > len(tokenizer):
         raise UserError(f"best={best} exceeds the {len(tokenizer)} tokens of the vocabulary")
-    classifies = purpose_of(model) == CLASSIFY
+    purpose = purpose_of(model)
+    classifies = purpose == CLASSIFY
     if pairs and not classifies:
         raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
     options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
-    pipe = pipeline(
-        CLASSIFY if classifies else FILL_MASK,
-        model=str(model),
-        tokenizer=tokenizer,
-        dtype=torch.float32,
-        device=0 if torch.cuda.is_available() else -1,
-        **(options if classifies else {"top_k": best, "tokenizer_kwargs": options}),
-    )
+    if not classifies:
+        options = {"top_k": best, "tokenizer_kwargs": options}
+    options |= {"dtype": torch.float32, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    pipe = pipeline(purpose, model=str(model), tokenizer=tokenizer, **options)
     wrong: list[str] = []
     numbered = enumerate((line.rstrip("\r\n") for line in lines), 1)
     while batch := list(islice(numbered, batch_size)):
@@ -102,9 +98,9 @@ def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: b
     return None
 
 
-def _guesses(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def _guesses(tokens: Iterable[dict[str, Any]]) -> dict[str, Any]:
     # A token without the space before it, unless it is white space.
-    return {"guesses": [{"word": g["token_str"].strip() or g["token_str"], "score": g["score"]} for g in found]}
+    return {"guesses": [{"word": g["token_str"].strip() or g["token_str"], "score": g["score"]} for g in tokens]}
 
 
 def evaluate(
@@ -118,10 +114,7 @@ def evaluate(
     mask_share: float = 0.15,
     console: Console,
 ) -> dict[str, Any]:
-    """Compute perplexity on the corpus `data`, or scores on a task or a labeled table.
-
-    Options that have no effect are refused.
-    """
+    """Compute perplexity on the corpus `data`, or scores on a task or labeled table; refuse options without effect."""
     unused: dict[str, tuple[object, object]] = {"text": (text, "text"), "label": (label, "label")}
     if task is not None:
         unused = {"rows": (rows, 1024), "mask_share": (mask_share, 0.15)}
@@ -129,17 +122,17 @@ def evaluate(
         if value != default:
             use = "perplexity" if task is None else f"task={task!r}"
             raise UserError(f"{option}={value!r} has no effect on {use}")
-    if task is not None:
-        network = load_model(model, CLASSIFY)
-        if not Path(task).suffix:
-            return _score(network, model, tasks.load(task, data, text=text, label=label), console)
-        if data is not None:
-            raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
-        names = list(network.config.id2label.values())
-        return _score(network, model, tasks.load_rows(Path(task), text, label, names), console)
-    if data is None:
-        raise UserError("--data is missing: give a folder written by linformers prepare, or a --task")
-    return perplexity(model, data, console, rows, mask_share)
+    if task is None:
+        if data is None:
+            raise UserError("--data is missing: give a folder written by linformers prepare, or a --task")
+        return perplexity(model, data, console, rows, mask_share)
+    network = load_model(model, CLASSIFY)
+    if not Path(task).suffix:
+        return _score(network, model, tasks.load(task, data, text=text, label=label), console)
+    if data is not None:
+        raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
+    names = list(network.config.id2label.values())
+    return _score(network, model, tasks.load_rows(Path(task), text, label, names), console)
 
 
 def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share: float) -> dict[str, Any]:
@@ -158,11 +151,11 @@ def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share:
             loss = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}).loss
         masked = int((batch["labels"] != IGNORED).sum())
         total, count = total + loss.item() * masked, count + masked
-    result = {"perplexity": math.exp(total / count), "rows": len(dataset), "masked_tokens": count}
-    return {**result, "mask_share": mask_share}
+    sizes = {"rows": len(dataset), "masked_tokens": count, "mask_share": mask_share}
+    return {"perplexity": math.exp(total / count), **sizes}
 
 
-def _score(network: PreTrainedModel, model: Path, task: TaskData, console: Console) -> dict[str, Any]:
+def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console: Console) -> dict[str, Any]:
     """Accuracy and F1 of a classifier on the test set of a task."""
     names = list(network.config.id2label.values())
     if names != task.label_names:
@@ -170,7 +163,7 @@ def _score(network: PreTrainedModel, model: Path, task: TaskData, console: Conso
     tokenizer = load_tokenizer(model)
     max_length, logits, labels = tokenizer.model_max_length, [], []
     rows: Any = longest_first(encode(task.test, tokenizer, max_length))
-    loader = DataLoader(rows, 64, collate_fn=lambda own: collate(own, tokenizer.pad_token_id, max_length))
+    loader = DataLoader(rows, 64, collate_fn=lambda batch: collate(batch, tokenizer.pad_token_id, max_length))
     for batch in track(loader, task.name, console=console):
         labels.append(batch.pop("labels"))
         with torch.no_grad():
@@ -183,8 +176,8 @@ def _score(network: PreTrainedModel, model: Path, task: TaskData, console: Conso
 
 def load_model(folder: Path, purpose: str) -> PreTrainedModel:
     """A saved model for a task of transformers' pipelines, in float32 on the GPU if there is one."""
-    if (found := purpose_of(folder)) != purpose:
-        raise UserError(f"model={str(folder)!r} is for {found}, not for {purpose}")
+    if (actual := purpose_of(folder)) != purpose:
+        raise UserError(f"model={str(folder)!r} is for {actual}, not for {purpose}")
     model = MODELS[purpose].from_pretrained(folder, dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
@@ -193,7 +186,7 @@ def purpose_of(model: Path) -> str:
     """The task of transformers' pipelines that a saved model is for."""
     check_model("model", model)
     architectures = LinformerConfig.from_pretrained(model).architectures
-    purposes = [purpose for purpose, own in MODELS.items() if [own.__name__] == architectures]
-    if not purposes:
-        raise UserError(f"model={str(model)!r} is for neither {' nor '.join(MODELS)}, but {architectures}")
-    return purposes[0]
+    for purpose, model_class in MODELS.items():
+        if architectures == [model_class.__name__]:
+            return purpose
+    raise UserError(f"model={str(model)!r} is for neither {' nor '.join(MODELS)}, but {architectures}")

@@ -52,17 +52,14 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the text of `sources` to `out` as tokens, with an end-of-sequence token after each document.
 
-    The result does not depend on the number of workers.
+    The options are those of `linformers prepare`; a shard has at most `shard_tokens` tokens. The result does not depend
+    on the number of workers.
 
     Args:
         sources: files, folders, or names of datasets on the hub (`name` or `name:config`; the split `train` is read).
-        vocab_size: the largest vocabulary of a tokenizer trained on `sources`.
-        tokenizer: folder or hub name of a tokenizer to use instead of training one.
         validation: like `sources`, for the validation set; these files are excluded from `sources`.
         validation_share: without `validation`, the share of documents to hold out, selected by their hash.
         tokenizer_documents: the number of documents to train the tokenizer on, the same number from each file.
-        shard_tokens: the largest number of tokens in a file.
-        workers: threads that encode; by default one for each core.
     """
     workers = workers if workers is not None else os.cpu_count() or 1
     sizes = {"tokenizer_documents": tokenizer_documents, "shard_tokens": shard_tokens, "workers": workers}
@@ -72,7 +69,7 @@ def prepare(
         check_share("validation_share", validation_share)
     share = 0.0 if validation else validation_share
     all_sources = _find_sources(sources, validation, text_column, share, console)
-    own = None if tokenizer is None else load_tokenizer(tokenizer)
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer)
 
     make_folder("out", out)
     with locked(out):
@@ -81,18 +78,18 @@ def prepare(
         for path in out.iterdir():
             if OUR_FILES.fullmatch(path.name):  # left by a killed run
                 path.unlink()
-        if own is None:
+        if encoder is None:
             with progress(console) as bars:
                 sample = bars.track(_sample(all_sources, tokenizer_documents), description="tokenizer")
-                own = train_tokenizer(sample, vocab_size)
-        own.save_pretrained(out / TOKENIZER)
-        vocabulary = max(own.get_vocab().values()) + 1
+                encoder = train_tokenizer(sample, vocab_size)
+        encoder.save_pretrained(out / TOKENIZER)
+        vocabulary = max(encoder.get_vocab().values()) + 1
         dtype = np.dtype("uint16" if vocabulary <= MAX_UINT16_VOCABULARY else "uint32").newbyteorder("<")
         began = time.perf_counter()
         with progress(console) as bars:
             tracked = bars.track(all_sources, description="files")
             documents = chain.from_iterable(source.documents() for source in tracked)
-            tokens = encode(documents, out / TOKENIZER / "tokenizer.json", own.eos_token_id, dtype, workers)
+            tokens = encode(documents, out / TOKENIZER / "tokenizer.json", encoder.eos_token_id, dtype, workers)
             splits = _write_shards(tokens, out, shard_tokens)
         if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
@@ -102,7 +99,7 @@ def prepare(
             "dtype": dtype.name,
             "vocab_size": vocabulary,
             "tokenizer": tokenizer_hash(out / TOKENIZER),
-            "eos_token_id": own.eos_token_id,
+            "eos_token_id": encoder.eos_token_id,
             "sources": list(sources),
             "validation_sources": list(validation),
             "splits": splits,
@@ -129,10 +126,8 @@ class Source:
     held_out: float
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """The split and the text of each document.
-
-        Documents are held out by their hash: equal ones stay together, and adding others moves none.
-        """
+        """The split and the text of each document."""
+        # Held out by hash: equal documents stay together, and adding others moves none.
         for text in data.documents(self.name, self.text_column, self.split):
             place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
             yield "validation" if place < self.held_out else self.split, text
@@ -148,14 +143,14 @@ def _find_sources(
             is_file = data.file_type(Path(name)) in data.TABLES + data.TEXTS or Path(name).exists()
             yield from data.find_files([name]) if is_file or not HUB_NAME.fullmatch(name) else [name]
 
-    validating, found = list(find(validation)), list(find(training))
-    known = {name.resolve() for name in validating if isinstance(name, Path)}
-    kept = [name for name in found if isinstance(name, str) or name.resolve() not in known]
-    if len(kept) < len(found):
-        console.print(f"{len(found) - len(kept)} of the files are for validation and not trained on")
+    held, candidates = list(find(validation)), list(find(training))
+    excluded = {name.resolve() for name in held if isinstance(name, Path)}
+    kept = [name for name in candidates if isinstance(name, str) or name.resolve() not in excluded]
+    if len(kept) < len(candidates):
+        console.print(f"{len(candidates) - len(kept)} of the files are for validation and not trained on")
     if not kept:
         raise UserError(f"sources={list(training)} leave nothing to train on; name files, folders or hub datasets")
-    splits = [*((name, "validation") for name in validating), *((name, "train") for name in kept)]
+    splits = [*((name, "validation") for name in held), *((name, "train") for name in kept)]
     return [Source(name, split, text_column, held_out) for name, split in splits]
 
 
@@ -218,9 +213,9 @@ def encode(
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is six characters, not the mask token
 
     def encode_batch(batch: list[tuple[str, str]]) -> list[tuple[str, np.ndarray]]:
-        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        ids = (np.array([*encoding.ids, eos_token_id], dtype) for encoding in encodings)
-        return [(split, own) for (split, _), own in zip(batch, ids, strict=True)]
+        splits, texts = zip(*batch, strict=True)
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [(split, np.array([*e.ids, eos_token_id], dtype)) for split, e in zip(splits, encodings, strict=True)]
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads below suffice
     batches = _batches(documents)
@@ -242,13 +237,9 @@ def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, s
         yield batch
 
 
-def _write_shards(
-    batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int
-) -> dict[str, dict[str, Any]]:
+def _write_shards(batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int) -> dict[str, Any]:
     """Write documents to shards of at most `shard_tokens` tokens; returns the splits of the manifest."""
-    splits: dict[str, dict[str, Any]] = {
-        name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")
-    }
+    splits: dict[str, Any] = {name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")}
     buffers: dict[str, list[np.ndarray]] = {name: [] for name in splits}
 
     def write_shard(split: str) -> None:

@@ -47,10 +47,10 @@ def run(recipe: Recipe, console: Console, command: str) -> int:
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Use only deterministic algorithms, if `wanted`."""
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Use only deterministic algorithms, if `enabled`."""
     before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True)
     try:

@@ -115,9 +115,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
     the table's entries override keys of the file, and so do changes. In `out`, `{variant}` stands for the name.
     """
     values, variants = _load(path)
-    overrides: dict[str, Any] = {}
-    for change in changes:
-        overrides = _merge(overrides, _parse(change))
+    overrides: dict[str, Any] = functools.reduce(_merge, map(_parse, changes), {})
     if variants:
         variant = overrides.pop("variant", None)
         if variant is None:
@@ -126,19 +124,14 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
         values = _merge(values, variants[variant])
         values["out"] = str(values.get("out")).replace("{variant}", variant)
     values = _merge(values, overrides)
-    for f in dataclasses.fields(Recipe)[:3]:  # those without a default
-        if f.name not in values:
-            raise UserError(f"{path} has no {f.name!r}; add it, or pass {f.name}=…")
+    for name in ("data", "out", "steps"):  # which have no default
+        if name not in values:
+            raise UserError(f"{path} has no {name!r}; add it, or pass {name}=…")
     for name in values:
         _check_key(str(name), [f.name for f in dataclasses.fields(Recipe)])
     if isinstance(values.get("compile"), bool):  # YAML reads yes and no as booleans
         values["compile"] = "yes" if values["compile"] else "no"
     return Recipe(**values)
-
-
-def variant_names(path: Path) -> list[str]:
-    """The names of all variants of a recipe."""
-    return list(_load(path)[1])
 
 
 def _parse(change: str) -> dict[str, Any]:
@@ -188,7 +181,7 @@ def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[st
 def _expand(path: Path, variants: Any) -> dict[str, dict[str, Any]]:
     """Variants by name. A list of tables is a grid: one entry of each, with names joined by hyphens."""
     grid = variants if isinstance(variants, list) else [variants]
-    if not all(isinstance(axis, dict) and all(isinstance(own, dict) for own in axis.values()) for axis in grid):
+    if not all(isinstance(axis, dict) and all(isinstance(changes, dict) for changes in axis.values()) for axis in grid):
         raise UserError(f"{path} has variants={variants!r}, expected a table of names and changed keys")
     cells = [list(zip(*cell, strict=True)) for cell in itertools.product(*(axis.items() for axis in grid)) if cell]
     return {"-".join(names): functools.reduce(_merge, changes) for names, changes in cells}

@@ -60,7 +60,7 @@ class MaskedRows(Dataset):
             needed *= self.length
             raise UserError(f"the {split} set has {len(self.stream)} tokens, but rows of {self.length} need {needed}")
         self.ordinary = np.setdiff1d(np.arange(self.vocabulary.size), self.vocabulary.special)
-        self._epoch: tuple[int, int, np.ndarray] | None = None
+        self._epoch, self._start, self._order = -1, 0, np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.rows
@@ -78,8 +78,8 @@ class MaskedRows(Dataset):
         # Each position gets a random rank; positions that cannot be predicted come last.
         eligible = real & ~np.isin(tokens, self.vocabulary.special)
         ranks = np.where(eligible, order, 2.0).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
-        wanted = np.maximum(1, (self.mask_share * ends).astype(np.int64))
-        chosen = eligible & (ranks < wanted[:, None])
+        count = np.maximum(1, (self.mask_share * ends).astype(np.int64))
+        chosen = eligible & (ranks < count[:, None])
 
         labels = np.where(chosen, tokens, IGNORED)
         inputs = np.where(chosen & (fate < 0.8), self.vocabulary.mask, tokens)
@@ -92,18 +92,12 @@ class MaskedRows(Dataset):
 
     def _tokens(self, number: int) -> np.ndarray:
         epoch, place = divmod(number, self.rows_in_epoch)
-        start, order = self._order(epoch)
-        return self.stream.read(start + int(order[place]) * self.length, self.length).astype(np.int64)
-
-    def _order(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Where the first row of an epoch starts, and the order of its rows."""
-        if self._epoch is None or self._epoch[0] != epoch:
-            start, order = 0, np.arange(self.rows_in_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.arange(self.rows_in_epoch)
             if self.shuffle:
                 random = self._generator(1, epoch)
-                start, order = int(random.integers(self.length)), random.permutation(self.rows_in_epoch)
-            self._epoch = (epoch, start, order)
-        return self._epoch[1], self._epoch[2]
+                self._start, self._order = int(random.integers(self.length)), random.permutation(self.rows_in_epoch)
+        return self.stream.read(self._start + int(self._order[place]) * self.length, self.length).astype(np.int64)
 
     def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The random numbers of a block: ranks of positions, their fates, replacement tokens, lengths of rows."""
@@ -120,7 +114,7 @@ class MaskedRows(Dataset):
         return np.random.Generator(np.random.Philox(key=key))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_epoch": None}  # workers recompute the order instead of receiving it
+        return {**self.__dict__, "_epoch": -1, "_order": None}  # workers recompute the order instead of receiving it
 
 
 def already_batched(batch: Any) -> Any:
@@ -145,7 +139,7 @@ def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_
         if max_length <= (special := tokenizer.num_special_tokens_to_add(pair=second is not None)):
             raise UserError(f"max_length={max_length} leaves no room for text besides {special} special tokens")
         ids = tokenizer(list(texts), second, truncation="longest_first", max_length=max_length)["input_ids"]
-        rows += ({"input_ids": np.array(own), "label": label} for own, label in zip(ids, labels, strict=True))
+        rows += ({"input_ids": np.array(row), "label": label} for row, label in zip(ids, labels, strict=True))
     return rows
 
 
@@ -159,8 +153,8 @@ def collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int, max_length: in
     lengths = [len(row["input_ids"]) for row in rows]
     width = min(-(-max(lengths) // 8) * 8, max_length)
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    for row, own in zip(rows, input_ids, strict=True):
-        own[: len(row["input_ids"])] = row["input_ids"]
+    for row, padded in zip(rows, input_ids, strict=True):
+        padded[: len(row["input_ids"])] = row["input_ids"]
     return {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
@@ -203,14 +197,14 @@ class EpochOrder(Dataset):
             # Unlike Generator's methods, raw words do not change between versions of numpy.
             return np.argsort(generator.random_raw(count), kind="stable")
 
-        rows = len(self.rows)
+        rows, size = len(self.rows), self.batch_size
         order = shuffled(rows)
-        first = -epoch * rows % self.batch_size  # rows before it complete a batch of the previous epoch
-        batches = max(0, rows - first) // self.batch_size
+        first = -epoch * rows % size  # rows before it complete a batch of the previous epoch
+        batches = max(0, rows - first) // size
         group = max(1, min(MAX_GROUP, batches // 4))
         for start in range(0, batches, group):
             count = min(group, batches - start)
-            places = slice(first + start * self.batch_size, first + (start + count) * self.batch_size)
+            places = slice(first + start * size, first + (start + count) * size)
             by_length = order[places][np.argsort(self.lengths[order[places]], kind="stable")]
             order[places] = by_length.reshape(count, -1)[shuffled(count)].ravel()
         return order

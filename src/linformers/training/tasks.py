@@ -63,17 +63,10 @@ def load(
     text: str = "text",
     label: str = "label",
 ) -> TaskData:
-    """Load a named task, or a labeled table.
+    """Load a named task, from its folder in `data` or from the hub, or the labeled table `task`.
 
-    Models are never selected on what is reported. Without a validation set, 5% of the training set is held out.
-
-    Args:
-        task: a key of `TASKS`, or a csv, tsv, jsonl or parquet file to train on.
-        data: the folder with a folder of the named task; by default the task is loaded from the hub.
-        test: the table to report on; by default `validation`, or another 5% of the training set.
-        validation: the table to select models on; without `test`, the table to report on.
-        text: the column of texts in a table, or two columns separated by a comma.
-        label: the column of labels in a table.
+    Models are never selected on what is reported: they are selected on `validation` and reported on `test`. Without
+    `test`, they are reported on `validation`. What is missing is held out of the training set, 5% each.
     """
     if task in TASKS or not Path(task).suffix:
         check_choice("task", task, TASKS)
@@ -85,10 +78,11 @@ def load(
         return _split(task, tables[0], None, tables[1], "", list(TASKS[task].label_names))
     if data is not None:
         raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
-    path, note = Path(task), ""
+    path = Path(task)
     train = _file_table("task", path, text, label)
     selected = None if validation is None else _file_table("validation", validation, text, label)
     reported = None if test is None else _file_table("test", test, text, label)
+    note = ""
     if reported is None and selected is None:
         note = f"no test file: reported on 5% held out of {path.name}, selected on another 5%"
     elif reported is None and selected is not None:
@@ -125,12 +119,11 @@ def _named_table(task: str, split: str, data: Path | None) -> _Table:
     folder = data / task
     if not folder.is_dir():
         raise UserError(f"data={str(data)!r} has no folder {task!r}")
-    tables = [path for path in folder.iterdir() if files.file_type(path) in files.TABLES]
-    found = sorted(path for path in tables if path.name.split(".")[0] == split)
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found) or "none"
+    tables = sorted(path for path in folder.glob(f"{split}.*") if files.file_type(path) in files.TABLES)
+    if len(tables) != 1:
+        names = ", ".join(path.name for path in tables) or "none"
         raise UserError(f"{folder} must have one table {split!r} ({files.FILE_TYPES}), but has {names}")
-    return _table(found[0], found[0].name, TASKS[task].text_columns, "label")
+    return _table(tables[0], tables[0].name, TASKS[task].text_columns, "label")
 
 
 def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
@@ -145,7 +138,7 @@ def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
 def _table(
     where: Path | str, name: str, text_columns: Sequence[str], label_column: str, split: str = "train"
 ) -> _Table:
-    found: list[tuple[str, str | None, str]] = []
+    rows: list[tuple[str, str | None, str]] = []
     for number, row in enumerate(files.rows(where, [*text_columns, label_column], split), 1):
         texts = ["" if row[column] is None else row[column] for column in text_columns]  # some of Quora's are missing
         for column, text in zip(text_columns, texts, strict=True):
@@ -156,10 +149,10 @@ def _table(
             label = int(label)  # pandas writes a column of integers with gaps as floats
         if not isinstance(label, str | int) or not str(label).strip():
             raise UserError(f"{where} has {label!r} in row {number}, column {label_column!r}, which is not a label")
-        found.append((texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
-    if not any(text.strip() for text, _, _ in found) or not any(pair is None or pair.strip() for _, pair, _ in found):
+        rows.append((texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
+    if not any(text.strip() for text, _, _ in rows) or not any(pair is None or pair.strip() for _, pair, _ in rows):
         raise UserError(f"{where} has no text in the columns {', '.join(map(repr, text_columns))}")
-    return _Table(str(where), name, found)
+    return _Table(str(where), name, rows)
 
 
 def _split(
@@ -199,12 +192,7 @@ def held_out(text: str, part: int) -> bool:
 
 
 def classification_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy, and F1: of class 1 if there are two classes, otherwise the mean over all classes that occur.
-
-    Args:
-        logits: (rows, classes).
-        labels: (rows,).
-    """
+    """Accuracy and F1 of logits (rows, classes): F1 of class 1 of two, or the mean over all classes that occur."""
     if broken := int(np.isnan(logits).any(axis=1).sum()):
         raise UserError(f"{broken} of {len(logits)} rows have NaN logits: training diverged; lower the learning rate")
     predictions = logits.argmax(axis=1)

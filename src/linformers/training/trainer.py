@@ -113,8 +113,8 @@ class ExactTrainer(Trainer):
 
     def check_shared(self, what: str, number: int) -> int:
         """Check that all processes found the same number in the folder of the run."""
-        if len(found := set(self.gather(number))) > 1:
-            raise UserError(f"out={self.args.output_dir!r} is not shared by all processes: they see {what} {found}")
+        if len(numbers := set(self.gather(number))) > 1:
+            raise UserError(f"out={self.args.output_dir!r} is not shared by all processes: they see {what} {numbers}")
         return number
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -129,9 +129,9 @@ class ExactTrainer(Trainer):
 
     @torch.no_grad()
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        own = self._weights()
+        weights = self._weights()
         for name, value in load_file(Path(resume_from_checkpoint) / MODEL).items():
-            own[name].copy_(checkpoints.shard_like(value, own[name]))
+            weights[name].copy_(checkpoints.shard_like(value, weights[name]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -158,8 +158,8 @@ class ExactTrainer(Trainer):
             return
         losses, self._globalstep_last_logged = self._restored["losses"], self._restored["last_logged"]
         same = len(losses) == self.args.world_size
-        own = losses[self.args.process_index] if same else sum(losses) / len(losses)
-        self._tr_loss, self._restored = torch.tensor(own, device=self.args.device), None
+        loss = losses[self.args.process_index] if same else sum(losses) / len(losses)
+        self._tr_loss, self._restored = torch.tensor(loss, device=self.args.device), None
 
     # Steps.
 
@@ -173,9 +173,9 @@ class ExactTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Loading processes ignore signals: if SIGTERM killed one, the run could not save."""
         loader = super().get_train_dataloader()
-        for own in (loader, getattr(loader, "base_dataloader", None)):
-            if own is not None:
-                own.worker_init_fn = functools.partial(_ignore_signals, own.worker_init_fn)
+        for wrapped in (loader, getattr(loader, "base_dataloader", None)):
+            if wrapped is not None:
+                wrapped.worker_init_fn = functools.partial(_ignore_signals, wrapped.worker_init_fn)
         return loader
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -211,9 +211,7 @@ class AsyncScalar:
 
     def __init__(self, tensor: Tensor) -> None:
         self.copy = tensor.to("cpu", non_blocking=True)
-        self.arrived = torch.cuda.Event() if tensor.is_cuda else None
-        if self.arrived:
-            self.arrived.record()
+        self.arrived = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
 
     def value(self) -> float:
         if self.arrived is not None:
@@ -225,8 +223,7 @@ class _SignalCallback(TrainerCallback):
     """On SIGTERM or SIGINT, finish the current step, save and stop."""
 
     def __init__(self, trainer: ExactTrainer) -> None:
-        self.trainer = trainer
-        self.received = 0
+        self.trainer, self.received = trainer, 0
         self.known: AsyncScalar | None = None  # what any of several processes had received a step ago
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -268,7 +265,6 @@ def common_arguments(precision: str) -> dict[str, Any]:
     return {
         "optim": "adamw_torch_fused",
         "eval_strategy": "steps",
-        "save_strategy": "steps",
         "bf16": precision == "bf16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()),
         "train_sampling_strategy": "sequential",  # the rows are already shuffled
         "remove_unused_columns": False,
