@@ -32,12 +32,11 @@ from linformers.benchmark.measure import (
     runs_at_once,
 )
 from linformers.checks import make_folder
-from linformers.errors import run_cli
 from linformers.ops.attend import attend
 from linformers.ops.dispatch import use_triton
 from linformers.progress import steps
 from linformers.provenance import commit, environment
-from linformers_cli import whole_numbers
+from linformers_cli import run_script, whole_numbers
 
 DISPATCH, KERNELS = "dispatch", "Triton kernels"
 BACKENDS = {
@@ -163,4 +162,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_cli(lambda: typer.run(main))
+    run_script(lambda: typer.run(main))

@@ -40,10 +40,10 @@ from linformers.benchmark.measure import (
     release,
 )
 from linformers.checks import check_choice, make_folder
-from linformers.errors import UserError, run_cli
+from linformers.errors import UserError
 from linformers.progress import steps
 from linformers.provenance import commit, environment
-from linformers_cli import whole_numbers
+from linformers_cli import run_script, whole_numbers
 
 OURS, COMPILED = "linformers", ", compiled"
 PACKAGES = {"linformer": "linformer", "linformer-pytorch": "linformer_pytorch"}  # module names
@@ -212,4 +212,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_cli(lambda: typer.run(main))
+    run_script(lambda: typer.run(main))

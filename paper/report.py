@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from linformers.checks import make_folder
-from linformers.errors import UserError, run_cli
+from linformers.errors import UserError
 from linformers.provenance import commit, environment
+from linformers_cli import run_script
 
 
 def main(name: str, arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +38,7 @@ def main(name: str, arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"{options.path} does not exist or has no records")
         section.draw(record, options.path.parent)
 
-    run_cli(command)
+    run_script(command)
 
 
 def origin() -> dict[str, Any]:

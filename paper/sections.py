@@ -17,7 +17,8 @@ from types import ModuleType
 
 from rich.console import Console
 
-from linformers.errors import UserError, run_cli
+from linformers.errors import UserError
+from linformers_cli import run_script
 
 from . import jobs
 from .experiments import Workspace
@@ -35,7 +36,7 @@ SCRIPTS = ("figure1", "theorems", "equation6")  # which have options of their ow
 def main(names: Sequence[str], arguments: Sequence[str] | None = None) -> None:
     """The command of some sections: parse the arguments, run, and exit."""
     options = parser(names).parse_args(arguments)
-    run_cli(lambda: sys.exit(run(names, workspace(options), Console(), options)))
+    run_script(lambda: sys.exit(run(names, workspace(options), Console(), options)))
 
 
 def parser(names: Sequence[str]) -> argparse.ArgumentParser:

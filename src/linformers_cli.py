@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Endings of the files that `prepare` reads: any other name that does not exist may be a dataset on the hub.
-TEXT_FILES = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
+TEXT_FILES = (".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
 
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 FOLDER: dict[str, Any] = {"exists": True, "file_okay": False}
@@ -106,7 +107,7 @@ def prepare(
     validation_share: Annotated[float, typer.Option(help="Or share of documents to hold out.")] = 0.005,
     text_column: TextColumn = "text",
     tokenizer_documents: Annotated[int, typer.Option(min=1, help="Documents to train the tokenizer on.")] = 12000,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")] = None,
 ) -> None:
     """Turn raw text into a tokenizer and token shards for pretraining."""
     options = {**locals(), "validation": validation or ()}
@@ -274,6 +275,21 @@ def choose_k(
     from linformers.analysis import choose_k
 
     choose_k.run(**options, command=_command(), console=_console())
+
+
+def run_script(script: Callable[[], object]) -> None:
+    """Run a script of `paper/` or `benchmarks/`; an error that the user can fix ends it with one sentence."""
+    from linformers.errors import explain
+
+    try:
+        script()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if (sentence := explain(error)) is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        sys.exit(2)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

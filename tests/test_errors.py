@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from linformers.checks import check_model
-from linformers.errors import UserError, explain, run_cli
+from linformers.errors import UserError, explain
+from linformers_cli import run_script
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ from linformers.errors import UserError, explain, run_cli
 )
 def test_what_needs_no_traceback(error, code, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        run_cli(Mock(side_effect=error))
+        run_script(Mock(side_effect=error))
     assert ended.value.code == code
     assert capsys.readouterr().err == message
 
@@ -23,7 +24,7 @@ def test_what_needs_no_traceback(error, code, message, capsys):
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyError, ArithmeticError, RuntimeError])
 def test_a_bug_keeps_its_traceback(error):
     with pytest.raises(error, match="a bug"):
-        run_cli(Mock(side_effect=error("a bug")))
+        run_script(Mock(side_effect=error("a bug")))
 
 
 @pytest.mark.parametrize("reason", ["CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 …", "CUDA out of memory."])

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import reference
-from .checks import (
-    check_choice,
-    check_positive,
-    check_probability,
-    check_size,
-    check_tensor,
-    is_number,
-    plain,
-    refuse_length,
-)
+from . import checks, reference
 from .config import (
     NO_CAUSAL,
     PROJECTION_INITS,
@@ -221,20 +211,20 @@ class LinformerAttention(ProjectedAttention):
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
-        hidden_size, num_heads, max_length, window_shift, local_window = plain(
+        hidden_size, num_heads, max_length, window_shift, local_window = checks.plain(
             (hidden_size, num_heads, max_length, window_shift, local_window)
         )
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("max_length", max_length)):
-            check_size(name, size)
+            checks.check_size(name, size)
         check_heads(hidden_size, num_heads, "num_heads")
-        check_probability("dropout", dropout)
-        check_choice("sharing", sharing, SHARINGS)
-        check_choice("projection", projection, PROJECTIONS)
-        check_choice("projection_init", projection_init, PROJECTION_INITS)
+        checks.check_probability("dropout", dropout)
+        checks.check_choice("sharing", sharing, SHARINGS)
+        checks.check_choice("projection", projection, PROJECTIONS)
+        checks.check_choice("projection_init", projection_init, PROJECTION_INITS)
         if projection_scale is not None:
-            check_positive("projection_scale", projection_scale, " or None")
+            checks.check_positive("projection_scale", projection_scale, " or None")
         check_local_window(local_window, projection)
-        lengths = plain(projected_length)
+        lengths = checks.plain(projected_length)
         check_one_per("projected_length", lengths, "head", num_heads)
         if not isinstance(lengths, list):
             lengths = [lengths] * num_heads
@@ -246,7 +236,7 @@ class LinformerAttention(ProjectedAttention):
             )
         has_windows = projection == "linear" and projection_init == "window"
         max_shift = max_length // max(lengths) - 1 if has_windows else 0
-        if not is_number(window_shift, int) or not 0 <= window_shift <= max_shift:
+        if not checks.is_number(window_shift, int) or not 0 <= window_shift <= max_shift:
             raise UserError(f"window_shift={window_shift!r} must be an integer from 0 to {max_shift}, below ⌊n/k⌋")
         super().__init__(hidden_size, num_heads, dropout, local_window)
         self.max_length = max_length
@@ -288,15 +278,15 @@ class LinformerAttention(ProjectedAttention):
             raise UserError(f"local_window={self.local_window} supports only self-attention, not a context")
         if context_mask is not None and context is None:
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
-        check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
+        checks.check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
         ranks = checked_ranks("attention_mask", attention_mask, hidden_states)
         name, source, source_ranks, context_ranks = "hidden_states", hidden_states, ranks, None
         if context is not None:
-            check_tensor("context", context, (hidden_states.shape[0], "length", self.hidden_size))
+            checks.check_tensor("context", context, (hidden_states.shape[0], "length", self.hidden_size))
             context_ranks = checked_ranks("context_mask", context_mask, context)
             name, source, source_ranks = "context", context, context_ranks
         if source.shape[1] > self.max_length:
-            refuse_length(name, source.shape[1], self.max_length, "create the layer with a larger max_length")
+            checks.refuse_length(name, source.shape[1], self.max_length, "create the layer with a larger max_length")
         lengths = None if source_ranks is None else source_ranks.lengths
         ((E, F),) = self.projections(source.shape[1], lengths, source.device)
         output, probs = super().forward(
@@ -316,7 +306,7 @@ def checked_ranks(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | Non
     """How to sort `tokens` (b, n, d) by rank; `None` without a mask."""
     if mask is None:
         return None
-    check_tensor(name, mask, tokens.shape[:2], "mask")
+    checks.check_tensor(name, mask, tokens.shape[:2], "mask")
     return Ranks.of(mask)
 
 
@@ -345,5 +335,5 @@ def registered_name(attn_implementation: str) -> str:
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
     if name not in known and name != "eager":
         choices = [name for name in known if name != TRITON and "|" not in name]  # those with | are for generation
-        check_choice("attn_implementation", attn_implementation, ["eager", "triton", *choices])
+        checks.check_choice("attn_implementation", attn_implementation, ["eager", "triton", *choices])
     return name

@@ -12,22 +12,16 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from . import modeling
 from .config import LinformerConfig
-from .modeling import (
-    LinformerForMaskedLM,
-    LinformerForQuestionAnswering,
-    LinformerForSequenceClassification,
-    LinformerForTokenClassification,
-    LinformerModel,
-)
 
 AUTO_CLASSES = {
-    AutoModel: LinformerModel,
-    AutoModelForPreTraining: LinformerForMaskedLM,
-    AutoModelForMaskedLM: LinformerForMaskedLM,
-    AutoModelForSequenceClassification: LinformerForSequenceClassification,
-    AutoModelForTokenClassification: LinformerForTokenClassification,
-    AutoModelForQuestionAnswering: LinformerForQuestionAnswering,
+    AutoModel: modeling.LinformerModel,
+    AutoModelForPreTraining: modeling.LinformerForMaskedLM,
+    AutoModelForMaskedLM: modeling.LinformerForMaskedLM,
+    AutoModelForSequenceClassification: modeling.LinformerForSequenceClassification,
+    AutoModelForTokenClassification: modeling.LinformerForTokenClassification,
+    AutoModelForQuestionAnswering: modeling.LinformerForQuestionAnswering,
 }
 
 

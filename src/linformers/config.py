@@ -12,17 +12,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .checks import (
-    check_choice,
-    check_flag,
-    check_positive,
-    check_probability,
-    check_size,
-    did_you_mean,
-    is_number,
-    nearest_name,
-    plain,
-)
+from . import checks
 from .errors import UserError
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity", "none")
@@ -139,7 +129,7 @@ class LinformerConfig(PreTrainedConfig):
         self._refuse_misspelled(kwargs)
         self._check_labels(kwargs)
         for name in (*SIZES, "projected_length", "local_window"):
-            setattr(self, name, plain(getattr(self, name)))
+            setattr(self, name, checks.plain(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
 
@@ -236,35 +226,35 @@ class LinformerConfig(PreTrainedConfig):
         """Raise a `UserError` that names the first invalid field or combination of fields."""
         self._check_labels({})
         for name in SIZES:
-            check_size(name, getattr(self, name), most=4096 if name.startswith("num_") else 2**31)
+            checks.check_size(name, getattr(self, name), most=4096 if name.startswith("num_") else 2**31)
         for name in FLAGS:
-            check_flag(name, getattr(self, name))
+            checks.check_flag(name, getattr(self, name))
         for name in PROBABILITIES:
             if name != "classifier_dropout" or self.classifier_dropout is not None:
-                check_probability(name, getattr(self, name))
-        check_positive("layer_norm_eps", self.layer_norm_eps)
-        check_positive("initializer_range", self.initializer_range)
+                checks.check_probability(name, getattr(self, name))
+        checks.check_positive("layer_norm_eps", self.layer_norm_eps)
+        checks.check_positive("initializer_range", self.initializer_range)
         for name in ("projection_scale", "initial_self_score"):
             if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name), " or None")
+                checks.check_positive(name, getattr(self, name), " or None")
         chunk_size = self.chunk_size_feed_forward
-        if not is_number(chunk_size, int) or chunk_size < 0:
+        if not checks.is_number(chunk_size, int) or chunk_size < 0:
             raise UserError(f"chunk_size_feed_forward={chunk_size!r} must be 0 or the number of tokens in a chunk")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             token = getattr(self, name)
-            if token is not None and not (is_number(token, int) and 0 <= token < self.vocab_size):
+            if token is not None and not (checks.is_number(token, int) and 0 <= token < self.vocab_size):
                 raise UserError(f"{name}={token!r} must be None or an integer from 0 to {self.vocab_size - 1}")
         for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
             if getattr(self, name, False):
                 raise UserError(f"{name}=True is not supported: {NO_CAUSAL}")
         if self.problem_type is not None:
-            check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
-        check_choice("hidden_act", self.hidden_act, ACT2FN)
-        check_choice("projection", self.projection, PROJECTIONS)
-        check_choice("sharing", self.sharing, SHARINGS)
-        check_choice("projection_init", self.projection_init, PROJECTION_INITS)
-        check_choice("position_init", self.position_init, POSITION_INITS)
-        check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
+            checks.check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
+        checks.check_choice("hidden_act", self.hidden_act, ACT2FN)
+        checks.check_choice("projection", self.projection, PROJECTIONS)
+        checks.check_choice("sharing", self.sharing, SHARINGS)
+        checks.check_choice("projection_init", self.projection_init, PROJECTION_INITS)
+        checks.check_choice("position_init", self.position_init, POSITION_INITS)
+        checks.check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
 
         check_one_per("local_window", self.local_window, "layer", self.num_hidden_layers)
         for window in self.local_window if isinstance(self.local_window, list) else [self.local_window]:
@@ -297,14 +287,14 @@ class LinformerConfig(PreTrainedConfig):
             elif hasattr(type(self), name) or name in self.attribute_map or name in FOREIGN_KEYS:
                 continue
             else:
-                meant = ALIASES.get(name) or nearest_name(name, fields, cutoff=0.8)
+                meant = ALIASES.get(name) or checks.nearest_name(name, fields, cutoff=0.8)
             if meant:
-                raise UserError(f"{name!r} is not a field of LinformerConfig{did_you_mean(meant)}")
+                raise UserError(f"{name!r} is not a field of LinformerConfig{checks.did_you_mean(meant)}")
 
     def _check_labels(self, kwargs: dict[str, Any]) -> None:
         """Check what transformers would fail on with an error of its own."""
         if kwargs.get("num_labels") is not None:
-            check_size("num_labels", kwargs["num_labels"])
+            checks.check_size("num_labels", kwargs["num_labels"])
         for name in ("id2label", "label2id"):
             labels = getattr(self, name)
             if labels is not None and not isinstance(labels, dict):
@@ -325,7 +315,7 @@ def default_scale(sharing: str, has_local_window: bool) -> float:
 
 
 def check_local_window(window: Any, projection: str) -> None:
-    if not is_number(window, int) or not 0 <= window <= MAX_LOCAL_WINDOW:
+    if not checks.is_number(window, int) or not 0 <= window <= MAX_LOCAL_WINDOW:
         raise UserError(f"local_window={window!r} must be an integer from 0 to {MAX_LOCAL_WINDOW}")
     if window and projection == "identity":
         raise UserError(
@@ -350,7 +340,7 @@ def check_projected_lengths(
 ) -> None:
     """Check k of each layer and head against n and against the k of those that share its projection."""
     for k in itertools.chain.from_iterable(lengths):
-        check_size("projected_length", k)
+        checks.check_size("projected_length", k)
         if k > max_length:
             raise UserError(f"projected_length={k} exceeds {length_name}={max_length}; k can be at most n")
         if projection in WINDOWED and max_length % k:

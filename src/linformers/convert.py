@@ -8,24 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from . import modeling
 from .checks import did_you_mean, nearest_name
 from .config import ALIASES, NO_CAUSAL, LinformerConfig
 from .errors import UserError
-from .modeling import (
-    LinformerForMaskedLM,
-    LinformerForQuestionAnswering,
-    LinformerForSequenceClassification,
-    LinformerForTokenClassification,
-    LinformerModel,
-    LinformerPreTrainedModel,
-)
 
-CLASSES: dict[str, type[LinformerPreTrainedModel]] = {
-    "RobertaModel": LinformerModel,
-    "RobertaForMaskedLM": LinformerForMaskedLM,
-    "RobertaForSequenceClassification": LinformerForSequenceClassification,
-    "RobertaForTokenClassification": LinformerForTokenClassification,
-    "RobertaForQuestionAnswering": LinformerForQuestionAnswering,
+CLASSES: dict[str, type[modeling.LinformerPreTrainedModel]] = {
+    "RobertaModel": modeling.LinformerModel,
+    "RobertaForMaskedLM": modeling.LinformerForMaskedLM,
+    "RobertaForSequenceClassification": modeling.LinformerForSequenceClassification,
+    "RobertaForTokenClassification": modeling.LinformerForTokenClassification,
+    "RobertaForQuestionAnswering": modeling.LinformerForQuestionAnswering,
 }
 
 DROPOUT_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
@@ -63,7 +56,7 @@ NAMES = (
 
 
 @torch.no_grad()
-def from_roberta(roberta: PreTrainedModel, **config: Any) -> LinformerPreTrainedModel:
+def from_roberta(roberta: PreTrainedModel, **config: Any) -> modeling.LinformerPreTrainedModel:
     """Copy a RoBERTa model into the Linformer class with the same head.
 
     By default the result is the Transformer twin (`projection="identity"`), which computes what RoBERTa computes if the
@@ -133,7 +126,7 @@ def weights_of(roberta: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
-def load(model: LinformerPreTrainedModel, weights: dict[str, Tensor]) -> LinformerPreTrainedModel:
+def load(model: modeling.LinformerPreTrainedModel, weights: dict[str, Tensor]) -> modeling.LinformerPreTrainedModel:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     lost = unexpected + [key for key in missing if "projections." not in key]
     assert not lost, f"not converted: {lost}"

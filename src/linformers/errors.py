@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 
 class UserError(ValueError):
     """Something that the user can fix: a wrong argument, a missing file, a damaged checkpoint.
@@ -24,16 +21,3 @@ def explain(error: Exception) -> str | None:
         reason = f"{first}. {second}".rstrip(". ")
         return f"{reason}. Use a smaller batch: rows_at_once=… in a recipe, --batch-size or --tokens of a command."
     return None
-
-
-def run_cli(command: Callable[[], object]) -> None:
-    """Run a script; an error that the user can fix ends it with one sentence and exit code 2."""
-    try:
-        command()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if (sentence := explain(error)) is None:
-            raise
-        print(f"error: {sentence}", file=sys.stderr)
-        sys.exit(2)

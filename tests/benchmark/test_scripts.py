@@ -9,8 +9,6 @@ from unittest.mock import Mock
 import pytest
 import typer
 
-from linformers.errors import run_cli
-
 from .test_efficiency import out_of_memory
 
 
@@ -23,13 +21,13 @@ def scripts(monkeypatch):
 def run(monkeypatch):
     """Run a script with arguments; returns the exit code."""
 
-    def run_script(name, *arguments):
+    def run_benchmark(name, *arguments):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            run_cli(lambda: typer.run(importlib.import_module(name).main))
+            run_script(lambda: typer.run(importlib.import_module(name).main))
         return ended.value.code
 
-    return run_script
+    return run_benchmark
 
 
 def measure_peers(task="inference"):

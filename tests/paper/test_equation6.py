@@ -81,7 +81,7 @@ def test_command(folder, text, tmp_path):
     ],
 )
 def test_wrong_input_is_named(kind, options, message, folder, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "run_cli", lambda command: command())
+    monkeypatch.setattr(report, "run_script", lambda command: command())
     arguments = [folder(kind), "--text", text, "--length", str(N), "--results", str(tmp_path)]
     with pytest.raises(UserError, match=message):
         report.main("equation6", [*arguments, *options])

@@ -241,7 +241,7 @@ def test_one_seed_gives_one_result():
     ],
 )
 def test_wrong_input_is_named(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "run_cli", lambda command: command())
+    monkeypatch.setattr(report, "run_script", lambda command: command())
     with pytest.raises(UserError, match=message):
         report.main("theorems", [*ARGUMENTS, *arguments, "--results", str(tmp_path)])
 
