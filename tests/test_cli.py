@@ -184,6 +184,5 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
     assert json.loads(run("evaluate", "--model", model, "--data", corpus))["perplexity"] > 1
     assert 0 <= json.loads(run("evaluate", "--model", tuned / "model", "--task", task))["accuracy"] <= 100
-    for mistake in (["--task", task, "--data", tmp_path], ["--task", "sst2", "--rows", 5]):
-        assert main(monkeypatch, "evaluate", "--model", tuned / "model", *mistake) == 2
-        assert mistake[2] in capsys.readouterr().err
+    assert main(monkeypatch, "evaluate", "--model", tuned / "model", "--task", task, "--data", tmp_path) == 2
+    assert "--data" in capsys.readouterr().err

@@ -136,9 +136,6 @@ def test_folders_of_other_runs(tuned, task, model, corpus, tmp_path):
         run(task, model, model.parent)
     with refused("holds a run of linformers finetune"):
         small.train(small.recipe(corpus, out))
-    shutil.copytree(model, tmp_path / "model")
-    with refused("holds a model of unknown origin"):
-        run(task, model, tmp_path)
 
 
 def test_fine_tuned_model_with_other_labels_and_another_maximum_length(tuned, model, tmp_path):

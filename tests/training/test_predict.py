@@ -72,13 +72,11 @@ def test_files_and_standard_input(encoding, model, tmp_path, monkeypatch):
         predict.predict(model, tmp_path, out)
 
 
-def test_wrong_arguments_of_predict(tuned, model, corpus, tmp_path):
+def test_wrong_arguments_of_predict(tuned, model, tmp_path):
     with refused("line 2 has 0 tabs, expected one between two texts"):
         answers(tuned / "model", ["a\tb", "a b"], pairs=True)
     with refused("pairs has no effect on model="):
         answers(model, [], pairs=True)
-    with refused("contains no model"):
-        answers(corpus, [])
     with refused("best=100000 exceeds the 300 tokens"):
         answers(model, [], best=100_000)
     unfinished = Path(shutil.copytree(model.parent, tmp_path / "run"))

@@ -162,7 +162,7 @@ def start(recipe, folder, *launcher):
     """A process, or several by a launcher, in a process group of its own."""
     command = [sys.executable, *launcher, "-m", "linformers", "pretrain", str(write(recipe, folder))]
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL if launcher else subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=not launcher, **output)
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
 def run_in_two(target, folder):
