@@ -1,4 +1,4 @@
-"""What keeps its traceback, and what is explained in one sentence."""
+"""How a script ends, and what is explained in one sentence."""
 
 from unittest.mock import Mock
 
@@ -7,6 +7,17 @@ import torch
 
 from linformers.checks import check_model
 from linformers.errors import UserError, explain, run_cli
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(UserError("steps=0 must be positive"), 2, "error: steps=0 must be positive\n"), (KeyboardInterrupt(), 130, "")],
+)
+def test_what_needs_no_traceback(error, code, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_cli(Mock(side_effect=error))
+    assert ended.value.code == code
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyError, ArithmeticError, RuntimeError])
