@@ -18,6 +18,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 PROJECTIONS = [projection for projection in linformers.config.PROJECTIONS if projection != "none"]
 
+SIZES = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
+
 # Every sharing × projection, Gaussian E, shifted windows, k that differs by head and layer, local windows.
 UNIFORM = [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS]
 GAUSSIAN = [{"projection": "linear", "sharing": s, "projection_init": "gaussian"} for s in SHARINGS]
@@ -61,18 +63,9 @@ def name(mode: dict) -> str:
 
 def config(**mode) -> LinformerConfig:
     """Two layers, four heads, n = 12, k = 4 and no dropout, unless `mode` overrides them."""
-    fields = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-        "max_position_embeddings": 12,
-        "projected_length": 4,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    return LinformerConfig(**{**fields, **mode})
+    lengths = {"max_position_embeddings": 12, "projected_length": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return LinformerConfig(**{**SIZES, "num_hidden_layers": 2, **lengths, **dropout, **mode})
 
 
 def light(mode: dict) -> dict:
@@ -111,14 +104,18 @@ def gradients(model: nn.Module, run: Callable | None = None, **inputs) -> list[t
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def assert_poison_in_padding_does_not_matter(model: LinformerForMaskedLM, mask: torch.Tensor) -> None:
-    """NaN at padding changes no result and reaches no gradient."""
+def assert_poison_in_padding_does_not_matter(model: nn.Module, mask: torch.Tensor, poison: float = torch.nan) -> None:
+    """What embeddings contain at padding changes no result and reaches no gradient."""
     embeds = torch.randn(*mask.shape, model.config.hidden_size, device=mask.device)
     results = []
-    for padding in (0.0, torch.nan):
+    for padding in (0.0, poison):
         model.zero_grad()
-        inputs = torch.where(mask[..., None], embeds, padding)
-        results.append(model(inputs_embeds=inputs, attention_mask=mask).logits)
-        results[-1].square().sum().backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    assert torch.equal(results[0][mask], results[1][mask])
+        inputs = torch.where(mask[..., None], embeds, padding).requires_grad_()
+        result = model(inputs_embeds=inputs, attention_mask=mask)[0]
+        # The outputs at padding as well, so that every path of a gradient is taken.
+        result.square().sum().backward()
+        found = [inputs.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        assert all(gradient.isfinite().all() for gradient in found)
+        assert inputs.grad[~mask].abs().sum() == 0
+        results.append(result[mask])
+    assert torch.equal(*results)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from linformers import LinformerAttention, LinformerModel
@@ -67,18 +66,6 @@ def test_prime_and_adjacent_sizes(n, k, init):
         attention.projections[1].delta[n // 2, k // 2] += 1e-6
     with pytest.raises(AssertionError, match="not close"):  # the comparison notices a small difference
         assert_same(attention(x), expected)
-
-
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_k_equal_to_n_with_identity_matrices_is_softmax_attention(attn_implementation):
-    attention = layer(max_length=12, projected_length=12, attn_implementation=attn_implementation)
-    for projection in attention.projections:
-        nn.init.zeros_(projection.delta)
-        assert torch.equal(projection(12), torch.eye(12, dtype=torch.double))
-    x = torch.randn(2, 12, 16, dtype=torch.double)
-    heads = (w(x).unflatten(-1, (4, 4)).transpose(1, 2) for w in (attention.query, attention.key, attention.value))
-    expected = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-    assert_same(attention(x), attention.output(expected))
 
 
 @pytest.mark.parametrize("mode", modes.UNIFORM + modes.GAUSSIAN, ids=modes.name)
@@ -165,24 +152,21 @@ def test_a_smaller_k_of_some_heads_or_layers_costs_less(projection):
     assert all_small < some_heads < all_large
 
 
+WRONG_VALUES = {"max_length": 0, "dropout": 2, "projection_scale": -1, "local_window": 513, "window_shift": 3}
+WRONG_VALUES |= {"sharing": "headwize", "attn_implementation": "spda"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
+        *(({name: value}, f"{name}={value!r} ") for name, value in WRONG_VALUES.items()),
         ({"projected_length": 13}, "projected_length=13 exceeds max_length=12"),
         ({"num_heads": 3}, "hidden_size=16 is not divisible by num_heads=3"),
         ({"projected_length": [[4] * 4]}, "projected_length has 1 entries, but there must be 4"),
         ({"projected_length": [[4]] * 4}, "projected_length=[4] must be"),
-        ({"sharing": "headwize"}, "sharing='headwize' is not one of"),
-        ({"max_length": 0}, "max_length=0 must be"),
-        ({"dropout": 2}, "dropout=2 must be"),
-        ({"projection_scale": -1}, "projection_scale=-1 must be"),
-        ({"attn_implementation": "spda"}, "attn_implementation='spda' is not one of"),
-        ({"window_shift": 3}, "window_shift=3 must be an integer from 0 to 2"),
         ({"window_shift": 0.5}, "window_shift=0.5 must be an integer from 0 to 2"),
         ({"window_shift": 1, "projection": "mean"}, "window_shift=1 must be"),
-        ({"local_window": 513}, "local_window=513 must be"),
     ],
-    ids=str,
 )
 def test_invalid_arguments_are_named(arguments, fragment):
     with refused(fragment):
@@ -198,14 +182,12 @@ X, ONES = torch.zeros(2, 12, 16), torch.ones(2, 12, dtype=torch.bool)
         (torch.zeros(2, 13, 16), {}, "hidden_states has 13 tokens, but at most n=12"),
         (X, {"context": torch.zeros(2, 13, 16)}, "context has 13 tokens, but at most n=12"),
         (torch.zeros(2, 12, 15), {}, "hidden_states has shape (2, 12, 15), expected (batch, length, 16)"),
-        (X[0], {}, "hidden_states has shape (12, 16), expected (batch, length, 16)"),
         (X, {"context": torch.zeros(3, 5, 16)}, "context has shape (3, 5, 16), expected (2, length, 16)"),
         (X, {"attention_mask": ONES[:, :11]}, "attention_mask has shape (2, 11), expected (2, 12)"),
         (X, {"context": X[:, :5], "context_mask": ONES}, "context_mask has shape (2, 12), expected (2, 5)"),
         (X, {"context_mask": ONES}, "context_mask was given without context"),
         (X, {"is_causal": True}, "is_causal=True is"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_invalid_inputs_are_named(x, arguments, fragment):
     with pytest.raises((UserError, TypeError), match=f"^{re.escape(fragment)}"):

@@ -13,68 +13,54 @@ from linformers.config import ALIASES
 from . import modes
 from .modes import refused
 
+WRONG_VALUES = {
+    ("vocab_size", "num_labels", "projected_length"): [0, "4", True],
+    ("num_hidden_layers", "max_position_embeddings"): [2**63],
+    ("local_window",): [-1, 513, 2.0],
+    ("hidden_dropout_prob", "attention_probs_dropout_prob"): [1.5, None, True],
+    ("layer_norm_eps", "initializer_range"): [-1e-5, None],
+    ("projection_scale", "initial_self_score"): [0, -1],
+    ("shifted_windows", "norm_first"): [None, "yes"],
+    ("chunk_size_feed_forward",): [-1],
+    ("pad_token_id", "eos_token_id"): [31, -5, "<pad>"],
+    ("sharing", "projection", "projection_init", "position_init"): ["linaer"],
+    ("classifier_pooling", "hidden_act", "problem_type"): ["max"],
+    ("id2label", "label2id"): [["bad", "good"]],
+    ("id2label",): [{"bad": 0}],
+    ("is_causal", "is_decoder", "add_cross_attention"): [True],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for names, values in WRONG_VALUES.items() for name in names for value in values],
+    ids=str,
+)
+def test_wrong_values_are_named(name, value):
+    with refused(f"{name}={value!r} "):
+        modes.config(**{name: value})
+
 
 @pytest.mark.parametrize(
     ("fields", "fragment"),
     [
         ({"projected_length": 13}, "projected_length=13 exceeds max_position_embeddings=12"),
-        ({"projected_length": 0}, "projected_length=0 must be"),
-        ({"projected_length": "4"}, "projected_length='4' must be"),
-        ({"projected_length": True}, "projected_length=True must be"),
         ({"projected_length": [4, 2.5]}, "projected_length=2.5 must be"),
-        ({"projected_length": [[4, 4, 4, None]] * 2}, "None must be"),
         ({"projected_length": [[[4]] * 4] * 2}, "[4] must be"),
-        ({"projected_length": [4, 4, 4]}, "projected_length has 3 entries, but there must be 2"),
-        ({"projected_length": [[4, 4], [4] * 4]}, "projected_length[0] has 2 entries, but there must be 4"),
-        ({"projected_length": 5, "projection": "mean"}, "projected_length=5 does not divide"),
-        ({"projected_length": 5, "projection": "max"}, "projected_length=5 does not divide"),
-        ({"projected_length": 5, "projection": "conv"}, "projected_length=5 does not divide"),
+        ({"projected_length": [4, 4, 4]}, "projected_length has 3 entries"),
+        ({"projected_length": [[4, 4], [4] * 4]}, "projected_length[0] has 2 entries"),
+        *(({"projected_length": 5, "projection": own}, "=5 does not divide") for own in ("mean", "max", "conv")),
         ({"projected_length": [4, 3]}, "projected_length=3 does not divide 4"),
         ({"projected_length": [[4, 2, 4, 4]] * 2, "sharing": "headwise", "projection": "conv"}, "=[2, 4] cannot"),
         ({"projected_length": [4, 2], "projection": "conv"}, "projected_length=[2, 4] cannot"),
-        ({"local_window": -1}, "local_window=-1 must be"),
-        ({"local_window": 513}, "local_window=513 must be"),
-        ({"local_window": 2.0}, "local_window=2.0 must be"),
-        ({"local_window": [8, 8, 8]}, "local_window has 3 entries, but there must be 2"),
+        ({"local_window": [8, 8, 8]}, "local_window has 3 entries"),
         ({"local_window": [8, -2]}, "local_window=-2 must be"),
         ({"local_window": 8, "projection": "identity"}, "local_window=8 adds nothing"),
-        ({"projection": "none"}, "local_window must be at least 1"),
         ({"projection": "none", "local_window": [4, 0]}, "local_window must be at least 1"),
-        ({"sharing": "layer-wise"}, "sharing='layer-wise' is not one of 'none', 'headwise', 'key-value', 'layerwise'"),
-        ({"projection": "liner"}, "projection='liner' is not one of"),
-        ({"projection_init": "gausian"}, "projection_init='gausian' is not one of"),
-        ({"position_init": "sine"}, "position_init='sine' is not one of"),
-        ({"classifier_pooling": "max"}, "classifier_pooling='max' is not one of"),
-        ({"hidden_act": "gelo"}, "hidden_act='gelo' is not one of"),
-        ({"problem_type": "regresion"}, "problem_type='regresion' is not one of"),
-        ({"shifted_windows": None}, "shifted_windows=None must be True or False"),
-        ({"norm_first": "yes"}, "norm_first='yes' must be True or False"),
-        ({"initial_self_score": -1}, "initial_self_score=-1 must be"),
-        ({"projection_scale": 0}, "projection_scale=0 must be"),
-        ({"layer_norm_eps": -1e-5}, "layer_norm_eps=-1e-05 must be"),
-        ({"initializer_range": None}, "initializer_range=None must be"),
-        ({"hidden_dropout_prob": 1.5}, "hidden_dropout_prob=1.5 must be"),
-        ({"hidden_dropout_prob": None}, "hidden_dropout_prob=None must be"),
-        ({"attention_probs_dropout_prob": True}, "attention_probs_dropout_prob=True must be"),
-        ({"chunk_size_feed_forward": -1}, "chunk_size_feed_forward=-1 must be"),
-        ({"vocab_size": -1}, "vocab_size=-1 must be"),
-        ({"num_hidden_layers": 2**63}, f"num_hidden_layers={2**63} must be at most"),
-        ({"max_position_embeddings": 2**63}, f"max_position_embeddings={2**63} must be at most"),
-        ({"pad_token_id": 31}, "pad_token_id=31 must be None or an integer from 0 to 30"),
-        ({"pad_token_id": "<pad>"}, "pad_token_id='<pad>' must be None or"),
-        ({"eos_token_id": -5}, "eos_token_id=-5 must be None or"),
-        ({"num_labels": 0}, "num_labels=0 must be"),
-        ({"num_labels": "3"}, "num_labels='3' must be"),
-        ({"id2label": ["bad", "good"]}, "id2label=['bad', 'good'] must be a dict"),
-        ({"id2label": {"bad": 0}}, "id2label={'bad': 0} must have"),
-        ({"label2id": [0, 1]}, "label2id=[0, 1] must be a dict"),
         ({"causal": True}, "causal is"),
-        ({"is_causal": True}, "is_causal=True is"),
-        ({"is_decoder": True}, "is_decoder=True is"),
     ],
-    ids=str,
 )
-def test_invalid_fields_are_named(fields, fragment):
+def test_invalid_combinations_are_named(fields, fragment):
     with refused(fragment):
         modes.config(**fields)
 
@@ -82,17 +68,13 @@ def test_invalid_fields_are_named(fields, fragment):
 @pytest.mark.parametrize(
     ("fields", "nearest"),
     [
-        ({"sharing": "layer-wise"}, "layerwise"),
         ({"sharing": "KEY_VALUE"}, "key-value"),
         ({"projection": "Conv1d"}, "conv"),
         *(({alias: 4}, field) for alias, field in ALIASES.items()),
-        ({"projected_lenght": 4}, "projected_length"),
         ({"projected_lengths": 4}, "projected_length"),
         ({"local_windows": 2}, "local_window"),
         ({"num_hiden_layers": 4}, "num_hidden_layers"),
-        ({"hidden_dropout": 0.1}, "hidden_dropout_prob"),
     ],
-    ids=str,
 )
 def test_the_nearest_name_is_suggested(fields, nearest):
     with refused(f"did you mean {nearest!r}?"):
@@ -132,11 +114,8 @@ def through_a_dict(config, fields):
     [
         ({"projected_length": 100}, "projected_length=100 exceeds max_position_embeddings=12"),
         ({"num_attention_heads": 5}, "hidden_size=16 is not divisible by num_attention_heads=5"),
-        ({"num_hidden_layers": 2**63}, f"num_hidden_layers={2**63} must be at most"),
-        ({"id2label": ["bad", "good"]}, "id2label=['bad', 'good'] must be a dict"),
         ({"num_labels": 0}, "id2label={} must have"),
     ],
-    ids=str,
 )
 def test_assigned_fields_are_checked_when_a_model_is_built(fields, fragment):
     with refused(fragment):
@@ -148,7 +127,6 @@ def test_assigned_fields_are_checked_when_a_model_is_built(fields, fragment):
     [
         ({}, 256),
         ({"max_position_embeddings": 64}, 64),
-        ({"max_position_embeddings": 4096}, 256),
         ({"max_position_embeddings": 300, "projection": "mean"}, 150),
         ({"max_position_embeddings": 514, "projection": "conv"}, 2),
         ({"projection": "identity"}, 512),
@@ -202,7 +180,6 @@ def test_saving_writes_the_values_that_the_weights_were_trained_with(fields, k, 
 
 
 PER_HEAD = [[4, 2, 4, 1], [4, 4, 4, 4]]
-SMALL = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 
 
 def test_the_paper_has_the_sizes_of_roberta_base():
@@ -224,6 +201,7 @@ def test_the_paper_has_the_sizes_of_roberta_base():
 @pytest.mark.parametrize(("n", "k", "sharing"), [(700, 90, "headwise"), (13, 7, "layerwise"), (12, PER_HEAD, "none")])
 def test_the_papers_e_is_the_parameter(n, k, sharing):
     """s = 1, so that one learning rate serves all weights."""
-    for projection in LinformerModel(LinformerConfig.paper(n, k, sharing, **SMALL)).projections:
+    config = LinformerConfig.paper(n, k, sharing, num_hidden_layers=2, **modes.SIZES)
+    for projection in LinformerModel(config).projections:
         assert projection.scale == pytest.approx(1, rel=1e-15)
         torch.testing.assert_close(projection(n), projection.delta, rtol=1e-15, atol=0)

@@ -21,11 +21,12 @@ def test_one_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == linformers.__version__
 
 
-def test_commands_of_ci_exist():
-    commands = [*COMMANDS, *(ROOT / ".ci" / "run").read_text().splitlines()]
-    targets = {target for command in commands for target in re.findall(r"^make (\w+)", command)}
-    assert targets == {"lint", "test", "common"}
-    assert targets <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+def test_commands_of_ci_and_of_the_readme_exist():
+    texts = ["\n".join(COMMANDS), (ROOT / ".ci" / "run").read_text(), (ROOT / "README.md").read_text()]
+    *ci, readme = (set(re.findall(r"^make (\w+)", text, re.MULTILINE)) for text in texts)
+    assert set.union(*ci) == {"lint", "test", "common"}
+    assert readme
+    assert readme.union(*ci) <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_ci_tests_the_lowest_versions():
@@ -37,13 +38,10 @@ def test_ci_tests_the_lowest_versions():
     assert PROJECT["requires-python"] == f">={lowest['python']}"
 
 
-def test_pre_commit_runs_the_same_ruff():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]
-    assert f"ruff=={hooks['rev'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text()
-
-
-def test_every_dependency_is_pinned():
+def test_every_dependency_is_pinned_and_pre_commit_runs_the_same_ruff():
     requirements = itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     names = {re.match(r"[\w-]+", requirement).group() for requirement in requirements} - {"linformers"}
-    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    assert names <= pinned
+    pinned = dict(re.findall(r"^([\w-]+)==(.*)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert names <= pinned.keys()
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]
+    assert hooks["rev"] == f"v{pinned['ruff']}"

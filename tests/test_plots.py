@@ -1,7 +1,5 @@
 """The style of figures: a model looks the same everywhere, and like no other model of the same figure."""
 
-import sys
-
 import pytest
 
 from linformers import plots
@@ -46,14 +44,6 @@ def test_small_differences_look_small():
     plots.against_length(axes, {"a": [(512, 10.0), (1024, 11.0)]})
     assert axes.get_ylim() == (5, 22)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1024"]
-
-
-def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    plots.training({"run": [{"step": 1, "loss": 1.0}]}, tmp_path / "curve.png")
-    assert "pip install 'linformers[plots]'" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_curves_without_points(tmp_path):

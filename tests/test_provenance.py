@@ -5,12 +5,6 @@ import subprocess
 from linformers import provenance
 
 
-def test_a_copy_of_the_code_is_given_its_commit(monkeypatch):
-    monkeypatch.setenv("LINFORMERS_COMMIT", "0123abc")
-    assert provenance.commit() == "0123abc"
-    assert "`linformers bench` at commit 0123abc" in provenance.sentence("linformers bench")
-
-
 def test_the_commit_is_that_of_this_code(monkeypatch, tmp_path):
     """Not that of a project that it is installed in; without git there is none."""
     monkeypatch.delenv("LINFORMERS_COMMIT", raising=False)
@@ -26,3 +20,6 @@ def test_the_commit_is_that_of_this_code(monkeypatch, tmp_path):
     assert len(provenance.commit()) == 40
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.commit() is None
+    monkeypatch.setenv("LINFORMERS_COMMIT", "0123abc")  # a copy of the code is given its commit
+    assert provenance.commit() == "0123abc"
+    assert "`linformers bench` at commit 0123abc" in provenance.sentence("linformers bench")

@@ -22,22 +22,6 @@ def test_python_blocks_run_one_after_the_other(tmp_path, monkeypatch):
         exec(compile(block, "README.md", "exec"), scope)
 
 
-def test_the_twin_of_the_readme_is_roberta():
-    import torch
-
-    scope = {}
-    exec(next(block for block in BLOCKS if "from_roberta" in block), scope)
-    ids = torch.randint(5, 1000, (2, 30))
-    expected = scope["roberta"].eval()(ids).last_hidden_state
-    torch.testing.assert_close(scope["twin"].eval()(ids).last_hidden_state, expected, rtol=0, atol=1e-5)
-
-
-def test_make_targets_exist():
-    targets = re.findall(r"^make (\w+)", README, re.MULTILINE)
-    assert targets
-    assert set(targets) <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-
-
 def test_table_of_choices_names_fields_and_defaults():
     from linformers import LinformerConfig
 

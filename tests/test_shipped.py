@@ -17,11 +17,7 @@ from linformers_cli import app
 # The word in braces is masked, and follows from its context: grammar, idiom, topic.
 SENTENCES = """
 He {was} born in 1902 and died in 1987.
-She is one {of} the best known writers of her time.
-The city lies on the banks {of} the river.
-They went to school in the morning and came home in the {evening}.
 The king and the {queen} lived in a great palace.
-It was raining, so he stayed at {home} all day.
 The second world {war} ended in 1945.
 He was elected president of the United {States}.
 She opened the {door} and went into the room.
@@ -29,22 +25,14 @@ The film was {directed} by a young American director.
 In the north the winters are cold, and in the {south} they are mild.
 The album was {released} in May by a small record label.
 He studied law at the {University} of Cambridge.
-The population of the village was 312 at the last {census}.
 "I do not {know}," he said.
-The ship sailed across the {sea} for many days.
-He had two brothers and three {sisters}.
 The train left the {station} at noon.
 The team {won} the match by two goals to one.
 The novel was written in English and translated {into} French.
-He took off his {hat} and bowed to the lady.
-She has been a member {of} the party since 1998.
-The mountain is 3,000 metres {high}.
 At the end of the day the sun {set} behind the hills.
 The house was {built} in the eighteenth century.
-He could not {see} anything in the dark.
 The church was destroyed by {fire} and rebuilt ten years later.
 They were married and had three {children}.
-The soldiers of the enemy attacked the {city} at night.
 The company was {founded} in 1923 by two engineers.
 """.strip().splitlines()
 

@@ -67,17 +67,6 @@ def test_a_wrong_import_is_found(monkeypatch, tmp_path):
     assert sorted(violations(tmp_path / "projections.py")) == ["auto", "modeling"]
 
 
-def test_contributors_read_the_same_order():
-    """The rows of the map in CONTRIBUTING.md, from top to bottom."""
-    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    modules = [[name.strip("` /") for name in row.split(",")] for row in rows]
-    assert {"config", "projections", "attention", "modeling", "training"} <= {name for row in modules for name in row}
-    for i, above in enumerate(modules):
-        for below in modules[i + 1 :]:
-            assert min(PLACE[name] for name in above) <= min(PLACE[name] for name in below), (above, below)
-
-
 def test_an_import_registers_the_auto_classes_and_needs_no_cuda_or_triton():
     code = """
 import sys

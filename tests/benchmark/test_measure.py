@@ -15,9 +15,7 @@ def test_timing_is_of_the_right_function():
     times = interleaved({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, min_seconds=0.05)
     assert times["slow"] >= 0.02
     assert times["fast"] < times["slow"]
-
-
-def test_a_function_that_runs_out_of_memory_while_it_is_timed_is_left_out():
+    # A function that runs out of memory while it is timed is left out.
     large = Mock(side_effect=[None, torch.OutOfMemoryError("CUDA out of memory")])
     assert interleaved({"large": large, "small": lambda: None}, min_seconds=0.01).keys() == {"small"}
 

@@ -28,6 +28,11 @@ def attention(own):
     return own.logits(torch.arange(own.n)).softmax(-1)
 
 
+def assert_same_quantiles(ours, real, tolerance):
+    for share in (0.1, 0.5, 0.9):
+        assert float(ours.quantile(share)) == pytest.approx(float(real.quantile(share)), rel=tolerance)
+
+
 def test_the_k_of_each_statement_by_hand():
     assert theorem_1_k(512, 0.5) == 250  # 5 · 6.2383 / 0.125 = 249.5
     assert theorem_1_k(128, 0.1) == 2696  # 5 · 4.8520 / 0.009 = 2695.6
@@ -90,9 +95,8 @@ def test_theorem_1_is_drawn_as_with_a_real_r(monkeypatch):
     missed = probs @ (R.mT @ (R @ w)[..., None])[..., 0].T - (probs @ w)[:, None]
     real = missed.norm(dim=0) / (probs @ w).norm()
     real_rows = (missed.abs() / probs.norm(dim=1)[:, None]).amax(0) / w.norm()
-    for share in (0.1, 0.5, 0.9):
-        assert ours.quantile(share) == pytest.approx(float(real.quantile(share)), rel=0.06)
-        assert rows.quantile(share) == pytest.approx(float(real_rows.quantile(share)), rel=0.06)
+    assert_same_quantiles(ours, real, 0.06)
+    assert_same_quantiles(rows, real_rows, 0.06)
     # The mean square error that the page states is exact.
     assert float(ours.square().mean()) == pytest.approx((1 + drawn.condition) / k, rel=0.08)
 
@@ -122,9 +126,7 @@ def test_theorem_2_is_drawn_as_with_a_real_r():
     }
     for form, output in outputs.items():
         real = (output - exact).norm(dim=1) / exact.norm()
-        first = ours[form, delta]["|sV|"][:2000]  # draws come row by row
-        for share in (0.1, 0.5, 0.9):
-            assert float(first.quantile(share)) == pytest.approx(float(real.quantile(share)), rel=0.1)
+        assert_same_quantiles(ours[form, delta]["|sV|"][:2000], real, 0.1)  # draws come row by row
 
 
 def test_theorem_2_is_no_better_than_zeros():

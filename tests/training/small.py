@@ -4,18 +4,15 @@ import csv
 import gzip
 import json
 import lzma
-import re
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-import pytest
 import torch
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from linformers.errors import UserError
 from linformers.training import pretrain
 from linformers.training.prepare import prepare
 from linformers.training.recipe import Recipe
@@ -27,11 +24,6 @@ MODEL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 MODEL |= {"max_position_embeddings": 32, "projected_length": 8}
 RECIPE = {"steps": 24, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 4, "short_rows": 0.2, "workers": 0}
 RECIPE |= {"log_every": 3, "eval_every": 8, "eval_rows": 8, "save_every": 5, "compile": "no"}
-
-
-def refused(message: str):
-    """Expect a `UserError` whose message contains this."""
-    return pytest.raises(UserError, match=re.escape(message))
 
 
 def flip(path: Path) -> None:
@@ -74,6 +66,10 @@ def recipe(data: Path, out: Path, **fields) -> Recipe:
 
 def train(recipe: Recipe) -> int:
     return pretrain.run(recipe, QUIET, "test")
+
+
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(out) if "loss" in record]
 
 
 def final_state(out: Path, step: int = 24) -> dict[str, np.ndarray]:

@@ -13,8 +13,8 @@ import torch
 from linformers.training import checkpoints, trainer
 
 from ..forks import CONTEXT
+from ..modes import refused
 from . import small
-from .small import refused
 
 
 @pytest.fixture

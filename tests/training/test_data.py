@@ -7,7 +7,8 @@ import pytest
 
 from linformers.training.data import documents, file_type, find_files, open_text, rows
 
-from .small import refused, write_table
+from ..modes import refused
+from .small import write_table
 
 TEXTS = ["First.\nTwo lines, one comma.", 'A "quoted" word and a\ttab', "Ünï¢ödé 漢字 🙂"]
 
@@ -51,13 +52,10 @@ def test_byte_order_mark_is_not_text(name, tmp_path):
     assert list(documents(path)) == expected
 
 
-def test_empty_documents_are_skipped(tmp_path):
+def test_empty_documents_are_skipped_and_lone_surrogates_replaced(tmp_path):
     assert list(documents(write(tmp_path / "a.jsonl", ["a", "", None, " \n", "b"]))) == ["a", "b"]
     (tmp_path / "a.txt").write_text(" \n")
     assert list(documents(tmp_path / "a.txt")) == []
-
-
-def test_lone_surrogates_are_replaced(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d a character"}\n')
     assert list(documents(tmp_path / "a.jsonl")) == ["half ? a character"]
 
@@ -87,7 +85,6 @@ def test_folders_are_searched_in_order(tmp_path):
         ("a.md.gz", gzip.compress("some text".encode("utf-16"), mtime=0), "NUL"),
         ("a.parquet", b"plain text", "damaged"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "content",
 )
 def test_damaged_file_is_named(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)

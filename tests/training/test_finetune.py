@@ -14,9 +14,9 @@ from transformers import pipeline
 from linformers import LinformerConfig
 from linformers.training import finetune, tasks
 
+from ..modes import refused
 from . import small
-from .small import refused
-from .test_trainer import SignalAt
+from .test_trainer import interrupted
 
 SETTINGS = finetune.Settings(seeds=2, epochs=3, batch_size=8, learning_rate=3e-3)
 ONE = finetune.Settings(seeds=1, epochs=1, batch_size=8, max_length=16)
@@ -51,25 +51,19 @@ def test_results(tuned, task):
     assert np.mean(right) == pytest.approx(max(seeds, key=lambda seed: seed["validation_accuracy"])["accuracy"])
 
 
-def test_model_is_selected_on_validation_alone(task, model, tmp_path, monkeypatch):
-    """The test set is evaluated once, after training."""
-    seen = []
-    original = finetune.ExactTrainer.evaluate
-
-    def evaluate(self, dataset=None, **kwargs):
-        seen.append("test" if dataset is not None else "validation")
-        return original(self, dataset, **kwargs) if dataset is not None else original(self, **kwargs)
-
-    monkeypatch.setattr(finetune.ExactTrainer, "evaluate", evaluate)
-    assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=2, batch_size=8)) == 0
-    assert seen == ["validation", "validation", "test"]
-
-
 @pytest.mark.parametrize(("accuracies", "epoch"), [((1, 1, 1), 3), ((0.5, 1, 0.5), 2), ((0.5, 1, 1), 3)])
-def test_of_equal_models_the_later_is_selected(task, model, tmp_path, monkeypatch, accuracies, epoch):
-    left = iter((*accuracies, 0))  # the last one is that of the test set
-    monkeypatch.setattr(finetune, "classification_metrics", lambda *own: {"accuracy": next(left), "f1": 0})
+def test_the_last_of_the_best_models_on_validation_is_selected(task, model, tmp_path, monkeypatch, accuracies, epoch):
+    """The test set is evaluated once, after training."""
+    left, seen = iter((*accuracies, 0)), []
+
+    def metrics(logits, labels):
+        seen.append(labels.tolist())
+        return {"accuracy": next(left), "f1": 0}
+
+    monkeypatch.setattr(finetune, "classification_metrics", metrics)
     assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=3, batch_size=16)) == 0
+    validation, test = (sorted(example.label for example in part) for part in (task.validation, task.test))
+    assert list(map(sorted, seen)) == [validation] * 3 + [test]
     result = json.loads((tmp_path / "seed-0" / "result.json").read_text())
     assert result["step"] == epoch * (len(task.train) // 16)
     assert result["validation_accuracy"] == 1
@@ -98,23 +92,15 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path, monkeypatch):
         # With as many rows as k, both would be taken for the same number, and layers be compiled again.
         settings = finetune.Settings(seeds=1, epochs=1, batch_size=10, precision="float32", compile=choice)
         assert run(task, exact, tmp_path / choice, settings) == 0
-        records = small.read_metrics(tmp_path / choice / "seed-0")
-        losses.append([record["loss"] for record in records if "loss" in record])
+        losses.append(small.losses(tmp_path / choice / "seed-0"))
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("step", [30, 56], ids=["within", "last"])
-def test_interrupted_seed_resumes(tuned, task, model, tmp_path, monkeypatch, step):
-    original = finetune.ExactTrainer.__init__
-
-    def init(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        assert self.args.max_steps == 57
-        self.add_callback(SignalAt(step))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finetune.ExactTrainer, "__init__", init)
+def test_interrupted_seed_resumes(tuned, task, model, tmp_path, step):
+    assert 3 * (len(task.train) // 8) == 57
+    with interrupted(step):
         assert run(task, model, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "seed-1").exists()
     assert run(task, model, tmp_path) == 0
@@ -122,7 +108,7 @@ def test_interrupted_seed_resumes(tuned, task, model, tmp_path, monkeypatch, ste
         assert (tmp_path / name).read_bytes() == (tuned / name).read_bytes()
 
 
-def test_finished_seeds_are_not_run_again(tuned, task, model, tmp_path, monkeypatch):
+def test_finished_seeds_are_not_run_again_unless_their_weights_are_lost(tuned, task, model, tmp_path, monkeypatch):
     out = Path(shutil.copytree(tuned, tmp_path / "copy"))
     expected = json.loads((out / "seed-1" / "result.json").read_text())
     with monkeypatch.context() as patch:
@@ -132,6 +118,10 @@ def test_finished_seeds_are_not_run_again(tuned, task, model, tmp_path, monkeypa
     assert run(task, model, out) == 0
     assert (out / "seed-1" / "best" / "model.safetensors").exists()
     assert json.loads((out / "seed-1" / "result.json").read_text()) == expected
+    for weights in out.glob("seed-*/best/model.safetensors"):
+        small.flip(weights)
+    with refused("the best weights are damaged: "):  # and not saved as the model
+        run(task, model, out)
 
 
 def test_folders_of_other_runs(tuned, task, model, corpus, tmp_path):
@@ -146,41 +136,22 @@ def test_folders_of_other_runs(tuned, task, model, corpus, tmp_path):
         run(task, model, model.parent)
     with refused("holds a run of linformers finetune"):
         small.train(small.recipe(corpus, out))
-    shutil.copytree(model, tmp_path / "model")
-    with refused("holds a model of unknown origin"):
-        run(task, model, tmp_path)
 
 
-def test_other_weights_in_the_folder_of_the_model(task, model, tmp_path):
-    copy, out = Path(shutil.copytree(model, tmp_path / "pretrained")), tmp_path / "out"
+def test_fine_tuned_model_with_other_labels_and_another_maximum_length(tuned, model, tmp_path):
+    task = table(tmp_path / "b.csv", 90, labels=("x", "y", "z"))
+    start = Path(shutil.copytree(tuned / "model", tmp_path / "start"))
     with refused("max_length=2 leaves no room"):
-        run(task, copy, out, finetune.Settings(max_length=2))
-    assert run(task, copy, out, ONE) == 0  # a failed attempt does not claim a folder
-    small.flip(copy / "model.safetensors")
-    with refused("hash.weights was"):
-        run(task, copy, out, ONE)
-
-
-def test_damaged_best_weights_are_not_saved_as_the_model(tuned, task, model, tmp_path):
-    out = Path(shutil.copytree(tuned, tmp_path / "out"))
-    for weights in out.glob("seed-*/best/model.safetensors"):
-        small.flip(weights)
-    with refused("the best weights are damaged: "):
-        run(task, model, out)
-
-
-def test_maximum_length_is_saved_with_the_model(task, model, tmp_path):
-    assert run(task, model, tmp_path, ONE) == 0
-    assert finetune.load_tokenizer(tmp_path / "model").model_max_length == 16
+        run(task, start, tmp_path / "out", finetune.Settings(max_length=2))
+    assert run(task, start, tmp_path / "out", ONE) == 0  # a failed attempt does not claim a folder
+    assert LinformerConfig.from_pretrained(tmp_path / "out" / "model").num_labels == 3
+    assert finetune.load_tokenizer(tmp_path / "out" / "model").model_max_length == 16
     assert finetune.load_tokenizer(model).model_max_length == 32
     with refused("max_length=99 exceeds the model's n=32"):
         finetune.load_tokenizer(model, 99)
-
-
-def test_fine_tuned_model_with_other_labels(tuned, tmp_path):
-    task = table(tmp_path / "b.csv", 90, labels=("x", "y", "z"))
-    assert run(task, tuned / "model", tmp_path / "out", ONE) == 0
-    assert LinformerConfig.from_pretrained(tmp_path / "out" / "model").num_labels == 3
+    small.flip(start / "model.safetensors")
+    with refused("hash.weights was"):
+        run(task, start, tmp_path / "out", ONE)
 
 
 @pytest.mark.parametrize(("epochs", "few"), [(1, True), (25, False)])
@@ -196,14 +167,8 @@ def test_warning_of_few_steps(epochs, few, rate, low, model, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"seeds": 0}, "seeds=0 must be a positive integer"),
-        ({"learning_rate": 0}, "learning_rate=0 must be a positive number"),
-        ({"precision": "fp8"}, "precision='fp8' is not one of 'auto', 'bf16', 'float32'"),
-        ({"max_length": -1}, "max_length=-1 must be a positive integer"),
-    ],
+    ("name", "value"), [("seeds", 0), ("learning_rate", 0), ("precision", "fp8"), ("max_length", -1)]
 )
-def test_wrong_settings(fields, message, model, tmp_path):
-    with refused(message):
-        finetune.finetune("sst2", tmp_path, model=model, console=small.QUIET, command="", **fields)
+def test_wrong_settings(name, value, model, tmp_path):
+    with refused(f"{name}={value!r} "):
+        finetune.finetune("sst2", tmp_path, model=model, console=small.QUIET, command="", **{name: value})

@@ -23,9 +23,8 @@ from linformers.training.prepare import prepare
 from linformers.training.trainer import read_metrics
 
 from ..forks import Command, in_two
-from ..modes import config
+from ..modes import config, refused
 from . import small
-from .small import refused
 
 ROOT = Path(__file__).parents[2]
 # Each process draws its own dropout, so only runs without it are the same in one and two processes.
@@ -59,13 +58,14 @@ def test_results(finished, corpus):
     assert LinformerForMaskedLM.from_pretrained(finished / "model").config.max_position_embeddings == 32
 
 
-def test_output_in_a_file_has_no_control_characters(corpus, tmp_path, monkeypatch):
+def test_output_in_a_file_has_no_control_characters_and_warns_of_a_long_warmup(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     file = io.StringIO()
-    own = write(small.recipe(corpus, tmp_path / "run", steps=8), tmp_path)
+    own = write(small.recipe(corpus, tmp_path / "run", steps=8, warmup_steps=8), tmp_path)
     assert pretrain.pretrain(own, ["log_every=1"], console=Console(file=file), command="") == 0
     lines = file.getvalue().splitlines()
     assert sum(line.startswith("step ") for line in lines) == 9  # eight log entries and one validation
+    assert "warmup_steps=8 is not below steps=8" in " ".join(lines)
     assert "\r" not in file.getvalue()
     assert "\x1b[2K" not in file.getvalue()
 
@@ -90,19 +90,12 @@ def test_folder_of_another_run(corpus, tmp_path):
     assert small.train(small.recipe(corpus, out, steps=4)) == 0
     with refused("learning_rate was 0.003 and is now 0.1"):
         small.train(small.recipe(corpus, out, steps=4, learning_rate=0.1))
-    with refused("model.projected_length was 8 and is now 4"):
-        small.train(small.recipe(corpus, out, steps=4, model={"projected_length": 4}))
     assert small.train(small.recipe(corpus, out, steps=4, workers=1, log_every=1)) == 0
     assert [record["step"] for record in read_metrics(out)] == [3, 4, 4]
     for name, options in (("corpus", {"tokenizer": str(corpus / "tokenizer")}), ("tokenizer", {"vocab_size": 290})):
         other = other_corpus(corpus, tmp_path / name, **options)
         with refused(f"sha256.{name} was"):
             small.train(small.recipe(other, out, steps=4))
-
-
-def test_warning_of_a_long_warmup(corpus, tmp_path, capsys):
-    assert pretrain.run(small.recipe(corpus, tmp_path, steps=2, warmup_steps=4), Console(width=200), "") == 0
-    assert "warmup_steps=4 is not below steps=2" in capsys.readouterr().out
 
 
 # Starting from a model.
@@ -114,7 +107,8 @@ def start_of(recipe):
 
 
 def test_start_from_a_model(finished, corpus, tmp_path):
-    own = small.recipe(corpus, tmp_path / "run", start=str(finished / "model"), learning_rate=1e-6, warmup_steps=0)
+    model = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    own = small.recipe(corpus, tmp_path / "run", start=str(model), learning_rate=1e-6, warmup_steps=0)
     saved = LinformerForMaskedLM.from_pretrained(finished / "model").state_dict()
     for name, tensor in start_of(own).state_dict().items():
         torch.testing.assert_close(tensor.cpu(), saved[name], rtol=0, atol=0)
@@ -125,6 +119,9 @@ def test_start_from_a_model(finished, corpus, tmp_path):
     assert before < 0.9 * new
     data = other_corpus(corpus, tmp_path, tokenizer=str(finished / "model"))  # other text
     assert small.train(small.recipe(data, tmp_path / "other run", start=str(finished / "model"), steps=2)) == 0
+    small.flip(model / "model.safetensors")
+    with refused("sha256.start was"):
+        small.train(own)
 
 
 def test_start_from_a_twin(corpus, tmp_path):
@@ -158,32 +155,20 @@ def test_wrong_starts(finished, corpus, tmp_path):
         small.train(small.recipe(data, tmp_path / "run", start=start))
 
 
-def test_start_with_other_weights_than_the_run(finished, corpus, tmp_path):
-    model = Path(shutil.copytree(finished / "model", tmp_path / "model"))
-    own = small.recipe(corpus, tmp_path / "run", start=str(model), steps=4)
-    assert small.train(own) == 0
-    small.flip(model / "model.safetensors")
-    with refused("sha256.start was"):
-        small.train(own)
-
-
 # Several processes.
 
 
-def torchrun(recipe, folder):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "linformers"]
-    command = [*launch, "pretrain", str(write(recipe, folder))]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start(recipe, folder, *launcher):
+    """A process, or several by a launcher, in a process group of its own."""
+    command = [sys.executable, *launcher, "-m", "linformers", "pretrain", str(write(recipe, folder))]
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL if launcher else subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
 def run_in_two(target, folder):
     """As torchrun does, without importing everything twice."""
     log = folder / "log"
     assert in_two(target, log) == 0, log.read_text()[-3000:]
-
-
-def losses(out):
-    return [record["loss"] for record in read_metrics(out) if "loss" in record]
 
 
 def test_error_in_two_processes(corpus, tmp_path):
@@ -203,8 +188,8 @@ def single(corpus, tmp_path_factory):
 def test_two_processes_equal_one(corpus, single, shard, tmp_path):
     recipe = small.recipe(corpus, tmp_path / "run", **SAME, shard=shard, rows_at_once=2)
     run_in_two(Command(["pretrain", str(write(recipe, tmp_path))]), tmp_path)
-    assert len(losses(tmp_path / "run")) == 20
-    assert losses(tmp_path / "run") == pytest.approx(losses(single), abs=1e-5)
+    assert len(small.losses(tmp_path / "run")) == 20
+    assert small.losses(tmp_path / "run") == pytest.approx(small.losses(single), abs=1e-5)
     last = [read_metrics(out)[-1]["eval_loss"] for out in (tmp_path / "run", single)]
     assert last[0] == pytest.approx(last[1], abs=1e-5)
 
@@ -226,7 +211,7 @@ def test_resume_with_other_processes(corpus, single, before, after, tmp_path):
     shutil.rmtree(out / "checkpoint-20")
     assert (out / "checkpoint-10").exists()
     train(after)
-    assert losses(out) == pytest.approx(losses(single), abs=1e-5)
+    assert small.losses(out) == pytest.approx(small.losses(single), abs=1e-5)
 
 
 def hold_half():
@@ -252,27 +237,21 @@ def test_signal_stops_all_processes_after_the_same_step(corpus, tmp_path):
     options = {**SAME, "steps": 100, "save_every": 1000, "eval_every": 1000}
     assert small.train(small.recipe(corpus, straight, **options)) == 0
     recipe = small.recipe(corpus, out, **options, rows_at_once=1)
-    process = torchrun(recipe, tmp_path)
-    while process.poll() is None and not losses(out):
+    process = start(recipe, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    while process.poll() is None and not small.losses(out):
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
     process.wait(60)
     (checkpoint,) = out.glob("checkpoint-*")
     assert checkpoints.step_of(checkpoint) < 100
     run_in_two(Command(["pretrain", str(write(recipe, tmp_path))]), tmp_path)
-    assert losses(out) == pytest.approx(losses(straight), abs=1e-4)
+    assert small.losses(out) == pytest.approx(small.losses(straight), abs=1e-4)
 
 
 def test_signal_to_a_process_group_saves(corpus, tmp_path):
     """Schedulers also send it to the processes that load data."""
     own = small.recipe(corpus, tmp_path / "run", steps=5000, workers=2, log_every=5, save_every=10_000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "linformers", "pretrain", str(write(own, tmp_path))],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    process = start(own, tmp_path)
     while process.poll() is None and len(small.read_metrics(tmp_path / "run")) < 2:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGTERM)

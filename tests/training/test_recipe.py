@@ -1,5 +1,6 @@
 """Recipes: keys, changes, bases and variants, and errors that name the key and its value."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import yaml
 
 from linformers.training import recipe as recipes
 
+from ..modes import refused
 from . import small
-from .small import refused
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -54,41 +55,34 @@ def test_base(tmp_path):
         recipes.read(child, ["model=3", "model.hidden_size=16"])
 
 
+WRONG_VALUES = {"steps": 0, "workers": -1, "learning_rate": -1, "short_rows": 1.5, "mask_share": 0, "model": 3}
+WRONG_VALUES |= {"shard": "maybe", "out": None, "schedule": "linaer", "precision": "fp8", "compile": "maybe"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("change", "message"),
     [
-        (["stepps=3"], "'stepps' is not a key of a recipe; did you mean 'steps'?"),
-        (["model.projcted_length=3"], "'model.projcted_length' is not a key of a recipe; did you mean 'model.project"),
-        (["modle.sharing=none"], "'modle' is not a key of a recipe; did you mean 'model'?"),
-        (["model.vocab_size=3"], "model.vocab_size cannot be set"),
-        (["model.projected_length=1000"], "projected_length=1000"),
-        (["steps"], "'steps' is not of the form key=value"),
-        (["steps=0"], "steps=0 must be a positive integer"),
-        (["steps=ten"], "steps='ten' must be a positive integer"),
-        (["steps=[1"], "'steps=[1': the value is not YAML"),
-        (["learning_rate=-1"], "learning_rate=-1 must be a positive number"),
-        (["short_rows=1.5"], "short_rows=1.5 must be"),
-        (["mask_share=0"], "mask_share=0 must be above 0"),
-        (["schedule=linaer"], "schedule='linaer' is not one of 'linear', 'cosine', 'constant'; did you mean 'linear'?"),
-        (["shard=maybe"], "shard='maybe' must be"),
-        (["workers=-1"], "workers=-1 must be 0 or a positive integer"),
-        (["out="], "out=None must be a folder"),
-        (["start=''"], "start='' must be a folder"),
-        (["model=3"], "model=3 must be fields of LinformerConfig"),
-        (["variant=a"], "'variant' is not a key"),
+        *((f"{name}={json.dumps(value)}", f"{name}={value!r} ") for name, value in WRONG_VALUES.items()),
+        ("start=''", "start='' must be a folder"),
+        ("stepps=3", "'stepps' is not a key of a recipe; did you mean 'steps'?"),
+        ("model.projcted_length=3", "did you mean 'model.projected_length'?"),
+        ("modle.sharing=none", "'modle' is not a key of a recipe; did you mean 'model'?"),
+        ("variant=a", "'variant' is not a key"),
+        ("model.vocab_size=3", "model.vocab_size cannot be set"),
+        ("model.projected_length=1000", "projected_length=1000"),
+        ("steps", "'steps' is not of the form key=value"),
+        ("steps=[1", "'steps=[1': the value is not YAML"),
     ],
 )
-def test_wrong_changes(tmp_path, changes, message):
+def test_wrong_changes(tmp_path, change, message):
     with refused(message):
-        recipes.read(write(tmp_path), changes)
+        recipes.read(write(tmp_path), [change])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("base: none.yaml\n", "base='none.yaml'"),
-        ("base: r.yaml\n", "base='r.yaml'"),
-        ("base: 5\n", "base=5"),
+        *((f"base: {base}\n", f"base={base!r}") for base in ("none.yaml", "r.yaml", 5)),
         ("- 1\n", "r.yaml is not a recipe"),
         ("a: [\n", "r.yaml is not YAML"),
         ("a: \udcff\n", "r.yaml is not YAML"),

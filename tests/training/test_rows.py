@@ -21,7 +21,8 @@ from linformers.training.rows import (
     longest_first,
 )
 
-from .small import WORDS, refused
+from ..modes import refused
+from .small import WORDS
 
 VOCABULARY = Vocabulary(size=1000, mask=4, pad=1, special=(0, 1, 2, 3, 4))
 
@@ -81,21 +82,13 @@ def test_workers_and_copies_give_the_same_rows():
     assert torch.equal(copy["labels"], expected["labels"])
 
 
-def test_seeds_and_epochs_differ():
-    dataset = rows(count=10_000)
-    in_epoch = dataset.rows_in_epoch
-    first, second = (dataset.__getitems__(range(start, start + 8)) for start in (0, in_epoch))
-    other = rows(seed=1).__getitems__(range(8))
-    assert not torch.equal(originals(first), originals(second))
-    assert not torch.equal(originals(first), originals(other))
-
-
-def test_an_epoch_has_each_row_once():
-    dataset = rows(size=64 * 30)
+def test_an_epoch_has_each_row_once_and_seeds_and_epochs_differ():
+    dataset, other = rows(size=64 * 30), rows(size=64 * 30, seed=1)
     assert dataset.rows_in_epoch == 29
-    for epoch in range(2):
-        batch = originals(dataset.__getitems__(range(29 * epoch, 29 * epoch + 29)))
-        assert len({tuple(row.tolist()) for row in batch}) == 29
+    starts = ((dataset, 0), (dataset, 29), (other, 0))
+    epochs = [originals(own.__getitems__(range(start, start + 29))) for own, start in starts]
+    assert all(len(epoch.unique(dim=0)) == 29 for epoch in epochs)
+    assert not any(map(torch.equal, epochs, epochs[1:] + epochs[:1]))
     in_order = originals(rows(shuffle=False, count=10).__getitems__(range(10)))
     assert torch.equal(in_order.flatten(), torch.from_numpy(Stream(640).tokens.astype(np.int64)))
 
@@ -179,35 +172,28 @@ def drawn(order, numbers):
     return [int(order[g]["input_ids"][0]) for g in numbers]
 
 
-def test_an_epoch_has_each_row_once_in_its_own_order():
-    order = EpochOrder(numbered([1] * 50), seed=3, total_rows=175)
-    assert len(order) == 175
-    all_rows = drawn(order, range(175))
-    epochs = [all_rows[start : start + 50] for start in range(0, 150, 50)]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
-    assert len(set(all_rows[150:])) == 25
-    assert all(order[g]["label"] == all_rows[g] % 2 for g in range(175))
-    other = EpochOrder(numbered([1] * 50), seed=4, total_rows=175)
-    assert drawn(other, range(50)) not in epochs[:2]  # seed + 1 is not the same run an epoch ahead
-    for g in (-1, 175):
-        with pytest.raises(IndexError):
-            order[g]
-
-
 def test_orders_never_change():
-    order = EpochOrder(numbered([1] * 6), seed=1, total_rows=12)
+    order = EpochOrder(numbered([1] * 6), seed=1, total_rows=15)
     assert drawn(order, range(12)) == [3, 5, 2, 0, 1, 4, 0, 5, 3, 4, 2, 1]
+    assert len({*drawn(order, range(12, 15))}) == 3  # half an epoch
+    other = EpochOrder(numbered([1] * 6), seed=2, total_rows=15)
+    assert drawn(other, range(6)) not in ([3, 5, 2, 0, 1, 4], [0, 5, 3, 4, 2, 1])  # seed + 1 is not an epoch ahead
+    assert len(order) == 15
+    for number in (-1, 15):
+        with pytest.raises(IndexError):
+            order[number]
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(1, 4), (50, 8), (97, 5), (64, 4), (640, 10)])
+@pytest.mark.parametrize(("rows", "batch"), [(1, 4), (50, 1), (50, 8), (97, 5), (64, 4), (640, 10)])
 def test_batches_have_rows_of_similar_lengths(rows, batch):
     lengths = np.random.default_rng(0).integers(1, 100, rows)
     examples, total = numbered(lengths), 3 * rows
-    drawn_rows = np.array(drawn(EpochOrder(examples, 5, total, batch), range(total)))
+    order = EpochOrder(examples, 5, total, batch)
+    drawn_rows = np.array(drawn(order, range(total)))
+    assert all(order[g]["label"] == drawn_rows[g] % 2 for g in range(total))
     epochs = drawn_rows.reshape(3, rows)
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
-    assert rows == 1 or len({tuple(epoch) for epoch in epochs}) == 3
+    assert rows == 1 or len({tuple(epoch) for epoch in [*epochs, range(rows)]}) == 4
     for start in (1, rows - 1, rows, rows + 1, 2 * rows):  # a resumed run, which starts in any epoch
         assert drawn(EpochOrder(examples, 5, total, batch), range(start, total)) == drawn_rows[start:].tolist()
     assert drawn(EpochOrder(examples, 5, total, batch), reversed(range(total))) == drawn_rows[::-1].tolist()
@@ -226,10 +212,7 @@ def test_batches_have_rows_of_similar_lengths(rows, batch):
 
 def test_order_in_worker_processes():
     whole = EpochOrder(numbered([1] * 10), 7, 25)
-    loader = DataLoader(whole, batch_size=4, num_workers=2, collate_fn=pad, multiprocessing_context="fork")
+    options = {"collate_fn": lambda rows: collate(rows, 0, 8), "multiprocessing_context": "fork"}
+    loader = DataLoader(whole, batch_size=4, num_workers=2, **options)
     assert [ids for batch in loader for ids in batch["input_ids"][:, 0].tolist()] == drawn(whole, range(25))
     assert drawn(pickle.loads(pickle.dumps(whole)), range(25)) == drawn(whole, range(25))
-
-
-def pad(rows):
-    return collate(rows, 0, 8)

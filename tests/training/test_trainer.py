@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from transformers import TrainerCallback
 from linformers.training import checkpoints, pretrain
 from linformers.training.trainer import ExactTrainer, read_metrics
 
+from ..modes import refused
 from . import small
-from .small import refused
 
 SETTINGS = [
     {"precision": "float32"},
@@ -25,29 +26,23 @@ SETTINGS = [
 ]
 
 
-class SignalAt(TrainerCallback):
-    """Sends this process a signal within the given step."""
-
-    def __init__(self, step, number=signal.SIGTERM):
-        self.step, self.number = step, number
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), self.number)
-
-
 @contextmanager
 def interrupted(step, number=signal.SIGTERM):
     """Runs receive a signal within the given step."""
-    original = pretrain.make_trainer
 
-    def make_trainer(*args):
-        trainer = original(*args)
-        trainer.add_callback(SignalAt(step, number))
-        return trainer
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                os.kill(os.getpid(), number)
+
+    original = ExactTrainer.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.add_callback(Signal())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "make_trainer", make_trainer)
+        patch.setattr(ExactTrainer, "__init__", init)
         yield
 
 
@@ -83,9 +78,9 @@ def test_another_seed_is_another_run(corpus, straight, tmp_path):
 
 
 def test_intervals_may_change(corpus, tmp_path):
-    """After losing work, users want more frequent checkpoints."""
-    with interrupted(2):
-        assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 143
+    """After losing work, here to an interrupt from the keyboard, users want more frequent checkpoints."""
+    with interrupted(2, signal.SIGINT):
+        assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=1000, log_every=1000)) == 130
     assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=2, keep=9, log_every=1)) == 0
     assert sorted(map(checkpoints.step_of, checkpoints.list_checkpoints(tmp_path))) == [3, 4, 6, 8, 9]
     assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
@@ -113,12 +108,6 @@ def test_machines_without_a_common_folder(corpus, tmp_path, monkeypatch):
         small.train(small.recipe(corpus, tmp_path))
 
 
-def test_interrupt_from_the_keyboard(corpus, tmp_path):
-    with interrupted(7, signal.SIGINT):
-        assert small.train(small.recipe(corpus, tmp_path)) == 130
-    assert (tmp_path / "checkpoint-8").exists()
-
-
 def test_finished_run_is_left_alone(corpus, straight):
     out = straight(SETTINGS[0])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
@@ -127,17 +116,9 @@ def test_finished_run_is_left_alone(corpus, straight):
 
 
 def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
-    import pickle
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("pickle")
-
-    for module, names in (
-        (torch, ("load", "save")),
-        (pickle, ("load", "loads", "dump", "dumps", "Pickler", "Unpickler")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, refuse)
+    names = ("load", "loads", "dump", "dumps", "Pickler", "Unpickler")
+    for name in ("torch.load", "torch.save", *(f"pickle.{name}" for name in names)):
+        monkeypatch.setattr(name, Mock(side_effect=AssertionError("pickle")))
     with interrupted(9):
         small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
@@ -149,32 +130,23 @@ def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
     """In step 13, the weights are those of step 12, and the run can resume from its last checkpoint."""
-    original, seen = pretrain.make_trainer, {}
+    original, seen = ExactTrainer.compute_loss, []
 
-    def make_trainer(*args):
-        trainer = original(*args)
-        compute_loss = trainer.compute_loss
+    def poisoned(self, *args, **kwargs):
+        loss = original(self, *args, **kwargs)
+        if not self.model.training or self.state.global_step != 12:
+            return loss
+        seen.extend((parameter, parameter.detach().clone()) for parameter in self.model.parameters())
+        return loss * poison
 
-        def poisoned(*args, **kwargs):
-            loss = compute_loss(*args, **kwargs)
-            if not trainer.model.training or trainer.state.global_step != 12:
-                return loss
-            seen["weights"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-            return loss * poison
-
-        trainer.compute_loss = poisoned
-        seen["model"] = trainer.model
-        return trainer
-
-    monkeypatch.setattr(pretrain, "make_trainer", make_trainer)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with refused("not finite in step 13 (rows 96 to 103)") as error:
+    with monkeypatch.context() as patch, refused("not finite in step 13 (rows 96 to 103)") as error:
+        patch.setattr(ExactTrainer, "compute_loss", poisoned)
         small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
     assert "step 10" in str(error.value)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
-    for name, parameter in seen["model"].named_parameters():
-        assert torch.equal(parameter, seen["weights"][name])
-    monkeypatch.setattr(pretrain, "make_trainer", original)
+    assert seen
+    assert all(torch.equal(parameter, before) for parameter, before in seen)
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
 
@@ -196,7 +168,7 @@ def test_compiled_training_is_the_same_training(corpus, tmp_path):
         torch._dynamo.utils.counters.clear()
         own = small.recipe(corpus, tmp_path / choice, compile=choice, model=model, steps=6, precision="float32")
         assert small.train(own) == 0
-        losses.append([record["loss"] for record in read_metrics(tmp_path / choice) if "loss" in record])
+        losses.append(small.losses(tmp_path / choice))
     # Embeddings, projections, the first layer and those with shifted windows, the head and the loss (twice, since its
     # sizes become dynamic), in training and in evaluation.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 13

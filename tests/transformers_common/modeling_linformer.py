@@ -2,14 +2,8 @@
 
 import unittest
 
-from linformers import (
-    LinformerConfig,
-    LinformerForMaskedLM,
-    LinformerForQuestionAnswering,
-    LinformerForSequenceClassification,
-    LinformerForTokenClassification,
-    LinformerModel,
-)
+from linformers import LinformerConfig
+from linformers.auto import AUTO_CLASSES
 
 from ...test_configuration_common import ConfigTester
 from ...test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
@@ -36,16 +30,9 @@ class LinformerModelTester:
         self.key_length = self.seq_length if mode.get("projection") == "identity" else self.projected_length + near
 
     def get_config(self):
-        return LinformerConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            intermediate_size=37,
-            max_position_embeddings=self.seq_length,
-            projected_length=self.projected_length,
-            **self.mode,
-        )
+        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "projected_length")
+        sizes = {name: getattr(self, name) for name in names}
+        return LinformerConfig(**sizes, intermediate_size=37, max_position_embeddings=self.seq_length, **self.mode)
 
     def prepare_config_and_inputs_for_common(self):
         shape = [self.batch_size, self.seq_length]
@@ -59,13 +46,7 @@ class LinformerModelTester:
 
 class CommonTests(ModelTesterMixin):
     mode = None
-    all_model_classes = (
-        LinformerModel,
-        LinformerForMaskedLM,
-        LinformerForSequenceClassification,
-        LinformerForTokenClassification,
-        LinformerForQuestionAnswering,
-    )
+    all_model_classes = tuple(dict.fromkeys(AUTO_CLASSES.values()))
     test_resize_embeddings = True
 
     def setUp(self):
