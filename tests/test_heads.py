@@ -11,6 +11,7 @@ from linformers import (
     LinformerForSequenceClassification,
     LinformerForTokenClassification,
 )
+from linformers.auto import AUTO_CLASSES
 from linformers.errors import UserError
 from linformers.modeling import mean_of_real_tokens
 
@@ -131,3 +132,18 @@ def test_a_mean_in_half_precision_does_not_overflow():
     mean = mean_of_real_tokens(states, torch.ones(1, 8192, dtype=torch.long))
     assert mean.dtype == torch.float16
     torch.testing.assert_close(mean, states[:, 0])
+
+
+@pytest.mark.parametrize("model_class", AUTO_CLASSES.values())
+def test_outputs_are_tuples_if_the_config_or_the_call_says_so(model_class):
+    model = random_model(model_class)
+    expected = model(ONES, output_hidden_states=True)
+    assert isinstance(model(ONES, return_dict=False), tuple)
+    model.config.return_dict = False
+    result = model(ONES, output_hidden_states=True)
+    assert type(result) is tuple
+    torch.testing.assert_close(result, expected.to_tuple())
+    assert model(ONES, output_hidden_states=True, return_dict=True).keys() == expected.keys()
+    if model_class in (LinformerForMaskedLM, LinformerForTokenClassification):
+        loss, logits = model(ONES, labels=torch.zeros_like(ONES))
+        assert (loss.shape, logits.shape[:2]) == ((), (2, 12))

@@ -9,6 +9,8 @@ from unittest.mock import Mock
 import pytest
 import typer
 
+from linformers_cli import run_script
+
 from .test_efficiency import out_of_memory
 
 
