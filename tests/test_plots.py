@@ -9,15 +9,13 @@ def looks(*names):
     """Color, marker, style and width of the line of each name."""
     _, (axes,) = plots.new_figure(1, 3, 3)
     plots.draw(axes, dict.fromkeys(names, ((1, 2), (2, 1))))
-    lines = axes.get_lines()
-    return [(own.get_color(), own.get_marker(), own.get_linestyle(), own.get_linewidth()) for own in lines]
+    return [(own.get_color(), own.get_marker(), own.get_linestyle(), own.get_linewidth()) for own in axes.get_lines()]
 
 
 @pytest.mark.parametrize(
     "names",
     [
         ("k=128 w=32", "Linformer k=128 w=32", "Linformer, k = 128, local window of 32", "k=128 w=32, compiled"),
-        ("k=256", "Linformer k=256", "Linformer, k = 256", "k=256, plain start"),
         ("twin", "Transformer", "Transformer twin", "Transformer, fused", "Transformer twin, n=512"),
     ],
 )

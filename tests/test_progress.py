@@ -32,11 +32,8 @@ def test_without_a_terminal_long_work_reports_now_and_then():
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_ends_the_work_with_a_sentence(number, error):
     console, before = Console(file=io.StringIO()), signal.getsignal(signal.SIGTERM)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(error), stoppable(console, lambda: "half is done"):
-            signal.raise_signal(number)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(error), stoppable(console, lambda: "half is done"):
+        signal.raise_signal(number)
     assert console.file.getvalue() == "half is done\n"
     assert signal.getsignal(signal.SIGTERM) == before

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from linformers import LinformerConfig
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
@@ -23,8 +25,6 @@ def test_python_blocks_run_one_after_the_other(tmp_path, monkeypatch):
 
 
 def test_table_of_choices_names_fields_and_defaults():
-    from linformers import LinformerConfig
-
     defaults = {field.name: field.default for field in dataclasses.fields(LinformerConfig)}
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", MODELS, re.MULTILINE)
     assert len(rows) >= 10

@@ -22,7 +22,7 @@ LAYERS = [
     {"attention", "resizing"},
     {"modeling"},
     {"auto", "convert"},
-    {"markdown", "plots", "progress", "provenance"},
+    {"plots", "progress", "provenance"},
     {"training"},
     {"benchmark", "analysis"},
     {"demo"},

@@ -98,9 +98,7 @@ def test_unaligned_weights_change_only_the_order_of_sums():
     model, ids, _ = modes.model_and_inputs()
     expected = model(ids[:1]).logits
     for parameter in model.parameters():
-        memory = torch.empty(parameter.numel() + 1)
-        memory[1:] = parameter.detach().flatten()
-        parameter.data = memory[1:].view_as(parameter)
+        parameter.data = torch.cat([torch.zeros(1), parameter.detach().flatten()])[1:].view_as(parameter)
         assert parameter.data_ptr() % 64 == 4
     torch.testing.assert_close(model(ids[:1]).logits, expected, rtol=0, atol=1e-5)
     aligned(model)

@@ -39,5 +39,4 @@ def texts_of(opened, split):
 
 def contents(folder):
     """The bytes of all files of a corpus."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
