@@ -46,10 +46,24 @@ LOCAL = [
     {"projection": "none", "local_window": 2},
     {**PER_HEAD, "local_window": 1},
 ]
-ALL = UNIFORM + GAUSSIAN + SHIFTED + NON_UNIFORM + LOCAL
+SAMPLED = [{"projection_init": "sample", "sharing": s} for s in SHARINGS]
+ROTARY = [
+    {"position_embedding_type": "rotary", **mode}
+    for mode in (
+        *({"projection": p} for p in PROJECTIONS),
+        {"shifted_windows": True},
+        {"projection_init": "sample", "local_window": 2},
+        {"projection_init": "sample", "local_window": [3, 0], "sharing": "none"},
+        {"projection": "none", "local_window": 2},
+        {**PER_HEAD, "projection_init": "sample", "local_window": 1},
+        {**PER_HEAD, "sharing": "headwise"},
+        {"projection": "conv", "projected_length": [4, 3], "sharing": "key-value"},
+    )
+]
+ALL = SAMPLED + ROTARY + UNIFORM + GAUSSIAN + SHIFTED + NON_UNIFORM + LOCAL
 # One mode of each kind, for tests that take seconds per mode.
 KINDS = [{"projection": p, "sharing": "layerwise"} for p in PROJECTIONS]
-KINDS += [GAUSSIAN[0], NON_UNIFORM[0], LOCAL[0], {"projection": "none", "local_window": 2}]
+KINDS += [SAMPLED[0], ROTARY[-5], GAUSSIAN[0], NON_UNIFORM[0], LOCAL[0], {"projection": "none", "local_window": 2}]
 
 
 def refused(fragment: str) -> pytest.RaisesExc[UserError]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import checks, reference
@@ -28,6 +29,7 @@ from .ops.attend import attend as triton_attend
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
 from .ops.ranks import Ranks, reorder, zero_padding
+from .ops.rotary import Rotation
 from .projections import (
     LayerProjection,
     MixedProjection,
@@ -44,6 +46,8 @@ TRITON = "linformer_triton"
 # The implementations that can mask slots. transformers' other ones expect masks of n by n tokens.
 MASKING_IMPLEMENTATIONS = ("eager", "sdpa", TRITON)
 
+FAR_BIAS_SCALE = 10.0
+
 
 class ProjectedAttention(nn.Module):
     r"""Multi-head attention onto projected keys and values; each call is given E and F.
@@ -59,11 +63,19 @@ class ProjectedAttention(nn.Module):
         num_heads: h.
         dropout: the probability of dropping an entry of $\bar P$ in training.
         local_window: w, or 0 for none.
+        far_bias: where each head's learned bias of the scores of its projected keys starts; `None` for no bias.
     """
 
     is_causal = False  # read by transformers' attention functions
 
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0, local_window: int = 0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        local_window: int = 0,
+        far_bias: float | None = None,
+    ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -75,6 +87,16 @@ class ProjectedAttention(nn.Module):
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
+        # Adam moves a parameter by about 2 in a whole run, but a bias starts at about -6: the parameter is a tenth of it.
+        self.initial_far_bias = far_bias
+        self.scaled_far_bias = None
+        if far_bias is not None:
+            self.scaled_far_bias = nn.Parameter(torch.full((num_heads,), far_bias / FAR_BIAS_SCALE))
+
+    @property
+    def far_bias(self) -> Tensor | None:
+        """What each head adds to the scores of its projected keys, (h,)."""
+        return None if self.scaled_far_bias is None else FAR_BIAS_SCALE * self.scaled_far_bias
 
     def forward(
         self,
@@ -86,6 +108,7 @@ class ProjectedAttention(nn.Module):
         context: Tensor | None = None,
         context_ranks: Ranks | None = None,
         attn_implementation: str = TRITON,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `x` (b, n, d) to its own projection, or to that of `context` (b, m, d).
 
@@ -99,6 +122,7 @@ class ProjectedAttention(nn.Module):
             context: the source of keys and values, if it is not `x`.
             context_ranks: how to sort the rows of `context`.
             attn_implementation: a name in transformers' registry of attention functions.
+            rotation: with rotary positions, how to rotate tokens that are sorted by rank.
 
         Returns:
             The result (b, n, d) and, with `attn_implementation="eager"`, $\bar P$ (b, h, n, k) or, with a local window,
@@ -114,10 +138,15 @@ class ProjectedAttention(nn.Module):
 
         query = split_heads(self.query(x), self.num_heads)  # Q W_Q                        (b, h, n, d_head)
         key, value = project(source, E, F, self.key, self.value)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
+        if rotation is not None:
+            own = rotation.at(ranks.places) if ranks is not None and not self.local_window else rotation
+            query, key = own(query), (own if E.rotation is None else E.rotation)(key)
         near = None
         if self.local_window:  # the exact keys and values, K W_K and V W_V                (b, h, n, d_head)
-            near = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
-        heads, probs = self.attend(query, key, value, near, E, lengths, attn_implementation)  # (b, n, h, d_head)
+            near_key, near_value = (split_heads(linear(x), self.num_heads) for linear in (self.key, self.value))
+            near = near_key if rotation is None else rotation(near_key), near_value
+        far_bias = self.far_bias
+        heads, probs = self.attend(query, key, value, near, far_bias, E, lengths, attn_implementation)  # (b, n, h, d_head)
         output = self.output(heads.flatten(2))
 
         if self.local_window and ranks is not None:
@@ -131,6 +160,7 @@ class ProjectedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         near: tuple[Tensor, Tensor] | None,
+        far_bias: Tensor | None,
         E: LayerProjection,
         lengths: Tensor | None,
         attn_implementation: str,
@@ -146,7 +176,9 @@ class ProjectedAttention(nn.Module):
                 own = functools.partial(select_heads, heads=heads)
                 own_near = None if near is None else (own(near[0]), own(near[1]))
                 own_key, own_value = own(key)[:, :, :slots], own(value)[:, :, :slots]
-                result, _ = self.attend(own(query), own_key, own_value, own_near, part, lengths, attn_implementation)
+                own_bias = None if far_bias is None else select_heads(far_bias, heads, 0)
+                inputs = own(query), own_key, own_value, own_near, own_bias, part, lengths
+                result, _ = self.attend(*inputs, attn_implementation)
                 parts.append(result.transpose(1, 2))
             return join_heads(parts, E.heads).transpose(1, 2), None
 
@@ -160,7 +192,8 @@ class ProjectedAttention(nn.Module):
             if use_triton(query, key, mask, local=near is not None):
                 near_key, near_value = near or (None, None)
                 options = {"mask": mask, "lengths": lengths, "scaling": self.scaling, "dropout": dropout}
-                return triton_attend(query, key, value, near_key, near_value, window=self.local_window, **options), None
+                options |= {"window": self.local_window, "far_bias": far_bias}
+                return triton_attend(query, key, value, near_key, near_value, **options), None
             name = "sdpa"
         if name == "sdpa" and mask is not None and near is None:
             # SDPA returns NaN for a row without any live slot: let it attend to zeros instead.
@@ -169,6 +202,8 @@ class ProjectedAttention(nn.Module):
         attend = functools.partial(interface, self, scaling=self.scaling, dropout=dropout, is_causal=False)
         if near is None:
             return attend(query, key, value, mask)
+        if far_bias is not None:
+            query, key, near = with_far_bias(query, key, near, far_bias / self.scaling)
         return attend_locally(attend, query, key, value, *near, window=self.local_window, mask=mask, lengths=lengths)
 
 
@@ -300,6 +335,16 @@ class LinformerAttention(ProjectedAttention):
             "eager" if output_attentions else self.attn_implementation,
         )
         return (output, probs) if output_attentions else output
+
+
+def with_far_bias(
+    query: Tensor, key: Tensor, near: tuple[Tensor, Tensor], bias: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Add a channel that adds `bias` (h,) to the products of queries and projected keys, and 0 to those of exact keys."""
+    near_key, near_value = near
+    column = bias.to(key.dtype)[:, None, None].expand(*key.shape[:3], 1)
+    key, near_key = torch.cat([key, column], -1), functional.pad(near_key, (0, 1))
+    return functional.pad(query, (0, 1), value=1.0), key, (near_key, near_value)
 
 
 def checked_ranks(name: str, mask: Tensor | None, tokens: Tensor) -> Ranks | None:

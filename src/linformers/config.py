@@ -17,7 +17,8 @@ from .errors import UserError
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
-PROJECTION_INITS = ("window", "gaussian")
+PROJECTION_INITS = ("window", "sample", "gaussian")
+POSITION_TYPES = ("absolute", "rotary")
 POSITION_INITS = ("waves", "sinusoidal", "normal")
 POOLINGS = ("cls", "mean")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
@@ -44,7 +45,7 @@ SIZES = (
     "max_position_embeddings",
     "type_vocab_size",
 )
-FLAGS = ("norm_first", "sparse_prediction", "tie_word_embeddings", "shifted_windows")
+FLAGS = ("norm_first", "sparse_prediction", "tie_word_embeddings")
 PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 
 # Names that other Linformer packages use for our fields.
@@ -74,12 +75,18 @@ class LinformerConfig(PreTrainedConfig):
             keys, only the local window).
         local_window: w. In the same softmax, each query also attends to the exact keys at most w positions away. One
             number, or one per layer; 0 is the paper's model.
-        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"gaussian"` as $N(0, 1/n)$.
-        shifted_windows: whether the initial windows of E start at a different token in each layer. `False` is the
-            paper's model.
+        projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"sample"` as the selection of
+            one token from each window (always token 0 from the first), `"gaussian"` as $N(0, 1/n)$.
+        shifted_windows: whether E starts with other windows, or other tokens from them, in each layer. `None` means
+            `True` with `projection_init="sample"` and `False` otherwise, as in the paper's model.
         projection_scale: c, the learning rate of E relative to that of the other weights:
             $E = E_0 + s \Delta$ with $s = c\,k/n$. `None` means 1.2 if all layers share E and there is no local
             window, and 0.12 otherwise; it is resolved when a model is built.
+        initial_far_bias: with a local window, each head of each layer adds a learned bias to the scores of its
+            projected keys; this is its initial value. `None` means -log k: attention starts near its own position.
+        position_embedding_type: `"absolute"` positions are learned and added to the embeddings; `"rotary"` positions
+            (Su et al., 2021) rotate queries and keys. A projected key has the position of its window or sample.
+        rope_parameters: the parameters of rotary positions, as in transformers; `rope_theta` is 10,000 by default.
         position_init: position embeddings are learned and start as sines and cosines with wavelengths up to 2πn tokens
             (`"waves"`) or 20,000π tokens (`"sinusoidal"`, Vaswani et al., 2017), or as noise (`"normal"`, RoBERTa).
         initial_self_score: if set, the key weights start as a copy of the query weights, scaled so that a token's
@@ -119,9 +126,12 @@ class LinformerConfig(PreTrainedConfig):
     sharing: str = "layerwise"
     projection: str = "linear"
     projection_init: str = "window"
-    shifted_windows: bool = False
+    shifted_windows: bool | None = None
     projection_scale: float | None = None
     local_window: int | list[int] = 0
+    initial_far_bias: float | None = None
+    position_embedding_type: str = "absolute"
+    rope_parameters: dict | None = None
     position_init: str = "waves"
     initial_self_score: float | None = 6.5
 
@@ -158,6 +168,7 @@ class LinformerConfig(PreTrainedConfig):
             "projection_init": "gaussian",
             "shifted_windows": False,
             "local_window": 0,
+            "position_embedding_type": "absolute",
             "position_init": "normal",
             "initial_self_score": None,
             "norm_first": False,
@@ -192,6 +203,21 @@ class LinformerConfig(PreTrainedConfig):
         return (windows,) * self.num_hidden_layers if isinstance(windows, int) else tuple(windows)
 
     @property
+    def rope_theta(self) -> float:
+        """The base of the frequencies of rotary positions."""
+        return (self.rope_parameters or {}).get("rope_theta", self.default_theta)
+
+    @property
+    def far_biases(self) -> tuple[float | None, ...]:
+        """The initial bias of the scores of projected keys in each layer; `None` where there is no local window."""
+        default = [-math.log(max(heads)) if any(heads) else None for heads in self.projected_lengths]
+        biases = default if self.initial_far_bias is None else [self.initial_far_bias] * self.num_hidden_layers
+        return tuple(
+            bias if window and self.projection != "none" else None
+            for bias, window in zip(biases, self.local_windows, strict=True)
+        )
+
+    @property
     def resolved_projection_scale(self) -> float:
         """c: `projection_scale`, or its default for the current sharing and windows."""
         if self.projection_scale is not None:
@@ -200,8 +226,9 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def window_shifts(self) -> tuple[int, ...]:
-        """By how many tokens the initial windows of E are shifted in each layer; always less than a window."""
-        if not self.shifted_windows or self.projection != "linear" or self.projection_init != "window":
+        """By how many tokens the initial windows or samples of E are shifted in each layer; less than a window."""
+        shifted = self.projection_init == "sample" if self.shifted_windows is None else self.shifted_windows
+        if not shifted or self.projection != "linear" or self.projection_init == "gaussian":
             return (0,) * self.num_hidden_layers
         largest = [max(heads) for heads in self.projected_lengths]
         if self.sharing == "layerwise":
@@ -234,6 +261,8 @@ class LinformerConfig(PreTrainedConfig):
                 checks.check_probability(name, getattr(self, name))
         checks.check_positive("layer_norm_eps", self.layer_norm_eps)
         checks.check_positive("initializer_range", self.initializer_range)
+        if self.shifted_windows is not None:
+            checks.check_flag("shifted_windows", self.shifted_windows)
         for name in ("projection_scale", "initial_self_score"):
             if getattr(self, name) is not None:
                 checks.check_positive(name, getattr(self, name), " or None")
@@ -253,6 +282,13 @@ class LinformerConfig(PreTrainedConfig):
         checks.check_choice("projection", self.projection, PROJECTIONS)
         checks.check_choice("sharing", self.sharing, SHARINGS)
         checks.check_choice("projection_init", self.projection_init, PROJECTION_INITS)
+        checks.check_choice("position_embedding_type", self.position_embedding_type, POSITION_TYPES)
+        if self.initial_far_bias is not None and not (
+            checks.is_number(self.initial_far_bias) and math.isfinite(self.initial_far_bias)
+        ):
+            raise UserError(f"initial_far_bias={self.initial_far_bias!r} must be a finite number or None")
+        if self.is_rotary:
+            self._check_rotary()
         checks.check_choice("position_init", self.position_init, POSITION_INITS)
         checks.check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
 
@@ -271,10 +307,27 @@ class LinformerConfig(PreTrainedConfig):
                 length_name="max_position_embeddings",
             )
 
+    def _check_rotary(self) -> None:
+        if self.projection == "linear" and self.projection_init == "gaussian":
+            raise UserError(
+                "position_embedding_type='rotary' needs projected keys with positions, which those of "
+                "projection_init='gaussian' do not have; use 'sample' or 'window'"
+            )
+        kind = (self.rope_parameters or {}).get("rope_type", "default")
+        if kind != "default":
+            raise UserError(f"rope_parameters has rope_type={kind!r}; only 'default' is supported")
+        checks.check_positive("rope_theta", self.rope_theta)
+
+    @property
+    def is_rotary(self) -> bool:
+        return self.position_embedding_type == "rotary"
+
     def check_buildable(self) -> None:
         """Also check what applies only when a model is built, since fields may be assigned one at a time before."""
         self.check()
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
+        if self.is_rotary and (size := self.hidden_size // self.num_attention_heads) % 2:
+            raise UserError(f"position_embedding_type='rotary' needs heads of an even size, but hidden_size={self.hidden_size} / num_attention_heads={self.num_attention_heads} is {size}")
 
     def _refuse_misspelled(self, unknown: Iterable[str]) -> None:
         """Refuse an unknown key that resembles a field: transformers would silently store it."""

@@ -24,13 +24,14 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import TRITON, ProjectedAttention
+from .attention import FAR_BIAS_SCALE, TRITON, ProjectedAttention
 from .checks import check_tensor, did_you_mean, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .errors import UserError
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, reorder, zero_padding
+from .ops.rotary import Rotation
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, is_plain
 from .resizing import check_checkpoint, refuse_other_length, resize_length
 
@@ -70,7 +71,7 @@ class LinformerEmbeddings(nn.Module):
         super().__init__()
         d = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, d, padding_idx=config.pad_token_id)
-        self.position_embeddings = PositionEmbeddings(config.max_position_embeddings, d)
+        self.position_embeddings = None if config.is_rotary else PositionEmbeddings(config.max_position_embeddings, d)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
         self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -97,7 +98,9 @@ class LinformerEmbeddings(nn.Module):
             raise UserError(
                 f"{name} ranges from {ids.min().item()} to {ids.max().item()}, expected 0 to {count - 1}"
             ) from None
-        embeddings = words + types + self.position_embeddings(positions)
+        embeddings = words + types
+        if self.position_embeddings is not None:
+            embeddings = embeddings + self.position_embeddings(positions)
         # Padding may hold NaN, which must not reach the norm; and the norm turns 0 into its bias.
         embeddings = self.norm(zero_padding(embeddings, mask))
         return zero_padding(self.dropout(embeddings), mask)
@@ -146,6 +149,7 @@ class LinformerLayer(GradientCheckpointingLayer):
             config.num_attention_heads,
             config.attention_probs_dropout_prob,
             config.local_windows[layer_idx],
+            config.far_biases[layer_idx],
         )
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
@@ -161,9 +165,11 @@ class LinformerLayer(GradientCheckpointingLayer):
         lengths: Tensor | None,
         ranks: Ranks | None,
         attn_implementation: str,
+        rotation: Rotation | None,
     ) -> Tensor:
         """Map hidden states (b, n, d) to hidden states; see `ProjectedAttention.forward` for the arguments."""
         attend = {"lengths": lengths, "ranks": ranks, "attn_implementation": attn_implementation}
+        attend["rotation"] = rotation
         if self.norm_first:
             attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **attend)
             x = x + self.dropout(attended)
@@ -211,6 +217,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LinearProjection | ConvProjection):
             module.reset_parameters()
+        elif isinstance(module, ProjectedAttention) and module.scaled_far_bias is not None:
+            init.constant_(module.scaled_far_bias, module.initial_far_bias / FAR_BIAS_SCALE)
         elif isinstance(module, PositionEmbeddings) and self.config.position_init != "normal":
             longest = 10000 if self.config.position_init == "sinusoidal" else len(module.weight)
             init.copy_(module.weight, module.waves(longest, self.config.initializer_range))
@@ -230,7 +238,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
                 continue
             # A normalized token x has |x|² = d, so its score with itself is std² d √d_head for a key of its own; the
             # mean of n/k tokens needs √(n/k) times as much.
-            tokens_per_key = 1 if attention.local_window else config.max_position_embeddings / max(lengths)
+            averages = config.projection_init != "sample" and not attention.local_window
+            tokens_per_key = config.max_position_embeddings / max(lengths) if averages else 1
             score = config.initial_self_score * math.sqrt(tokens_per_key)
             init.normal_(attention.query.weight, std=math.sqrt(score / (config.hidden_size * attention.head_dim**0.5)))
             init.copy_(attention.key.weight, attention.query.weight)
@@ -333,8 +342,9 @@ class LinformerModel(LinformerPreTrainedModel):
             inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, ranks.order)
 
         x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
+        rotation = self.projections.rotation_of_tokens(x.shape[1], x.device)
         for layer, (E, F) in zip(self.layers, self.projections(x.shape[1], lengths, x.device), strict=True):
-            x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation)
+            x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation, rotation)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return BaseModelOutput(reorder(x, ranks.places) if ranks is not None and sort_here else x)

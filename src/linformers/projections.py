@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from .config import LinformerConfig
 from .ops.compiling import is_exporting
+from .ops.rotary import Rotation
 
 T = TypeVar("T", int, Tensor)
 
@@ -59,6 +60,10 @@ class Projection(nn.Module):
         """The number of live slots of a sequence of `length` tokens."""
         return (length - 1) * k // self.max_length + 1
 
+    def slot_positions(self, k: int, shift: int, device: torch.device) -> Tensor:
+        """The position of each of the k slots, for rotary positions: the mean rank of its window."""
+        return (torch.arange(k, device=device) + 0.5) * (self.max_length / k) - 0.5 + shift
+
     def slot_mask(
         self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
     ) -> Tensor | None:
@@ -80,15 +85,15 @@ class Projection(nn.Module):
 class LinearProjection(Projection):
     r"""A learned matrix $E = E_0 + s \Delta$, (n, k), of which Δ is the parameter; a shorter input uses its first rows.
 
-    With `init="window"`, $E_0$ averages the tokens of each window of n/k and Δ starts at 0; with `"gaussian"`,
-    $E_0 = 0$ and E starts as $N(0, 1/n)$. An optimizer like Adam moves all weights at the same rate, so s is the
+    With `init="window"`, $E_0$ averages the tokens of each window of n/k, with `"sample"` it selects one of them, and Δ
+    starts at 0; with `"gaussian"`, $E_0 = 0$ and E starts as $N(0, 1/n)$. An optimizer like Adam moves all weights at the same rate, so s is the
     learning rate of E relative to that of the other weights.
 
     Args:
         max_length: n.
         projected_length: k.
         num_heads: if set, the number of heads with separate matrices: Δ is (n, h, k).
-        init: `"window"` or `"gaussian"`.
+        init: `"window"`, `"sample"` or `"gaussian"`.
         scale: s.
     """
 
@@ -116,17 +121,29 @@ class LinearProjection(Projection):
             nn.init.zeros_(self.delta)
 
     def forward(self, seq_len: int, windows: dict[Any, Tensor] | None = None) -> Tensor:
-        """The first `seq_len` rows of E, (n, k) or (n, h, k)."""
+        """The first `seq_len` rows of E, (n, k) or (n, h, k); with `init="sample"`, those of s Δ alone."""
         delta = self.delta[:seq_len]
         # Not s * Δ: reentrant checkpointing runs backward through E once per layer, so autograd must not save a tensor.
         E = torch.add(delta.new_zeros(()), delta, alpha=self.scale)
-        if self.init == "gaussian":
+        if self.init != "window":
             return E
         windows, k, device = {} if windows is None else windows, delta.shape[-1], delta.device
         if (k, device) not in windows:
             windows[k, device] = window_matrix(self.max_length, k, seq_len, device, delta.dtype)
         E_0 = windows[k, device]
         return E + (E_0 if delta.dim() == 2 else E_0[:, None])
+
+    def add_samples(self, weights: Tensor, shift: int) -> Tensor:
+        """$E_0 + s \\Delta$ from rows of $s \\Delta$; $E_0$ depends on the shift of the layer."""
+        sampled = sampled_ranks(self.max_length, weights.shape[-1], shift, weights.device)
+        ranks = torch.arange(len(weights), device=weights.device)
+        E_0 = (ranks[:, None] == sampled).to(weights.dtype)  # (n, k)
+        return weights + (E_0 if weights.dim() == 2 else E_0[:, None])
+
+    def slot_positions(self, k: int, shift: int, device: torch.device) -> Tensor:
+        if self.init == "sample" and k == self.delta.shape[-1]:
+            return sampled_ranks(self.max_length, k, shift, device).float()
+        return super().slot_positions(k, shift, device)
 
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         assert weights is not None
@@ -148,7 +165,7 @@ class LinearProjection(Projection):
         if self.init == "gaussian":
             return (length > 0) * k  # every token belongs to every slot
         live = (length - shift - 1) * k // self.max_length + 1
-        return live + ((live < 1) & (length > 0))  # the first `shift` tokens belong to the first window
+        return live + ((live < 1) & (length > 0))  # the first `shift` tokens belong to the first slot
 
     @torch.no_grad()
     def load_resized(self, other: LinearProjection, cut: bool) -> None:  # type: ignore[override]
@@ -262,6 +279,9 @@ class NoProjection(Projection):
     def shorten(self, tokens: Tensor, k: int, weights: Tensor | None, lengths: Tensor | None) -> Tensor:
         return tokens[..., :0, :]
 
+    def slot_positions(self, k: int, shift: int, device: torch.device) -> Tensor:
+        return torch.empty(0, device=device)
+
     def slot_mask(
         self, seq_len: int, k: int, shift: int, lengths: Tensor | None, device: torch.device
     ) -> Tensor | None:
@@ -311,6 +331,7 @@ class ReadyProjection(NamedTuple):
         mask: which slots are live, (b or 1, 1, 1, k); `None` if all of them are.
         num_heads: h.
         commutes: whether E can be applied before W.
+        rotation: with rotary positions, how to rotate the projected keys; `None` if a key's position is its token's.
     """
 
     shorten: Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
@@ -320,6 +341,7 @@ class ReadyProjection(NamedTuple):
     mask: Tensor | None
     num_heads: int
     commutes: bool
+    rotation: Rotation | None = None
 
     def __call__(self, x: Tensor, linear: Linear) -> Tensor:
         """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head)."""
@@ -337,12 +359,14 @@ class MixedProjection(NamedTuple):
         heads: the head indices of each part.
         slots: the number of slots of each of them.
         mask: which slots are live, (b or 1, h, 1, most slots).
+        rotation: with rotary positions, how to rotate the projected keys.
     """
 
     parts: tuple[ReadyProjection, ...]
     heads: tuple[tuple[int, ...], ...]
     slots: tuple[int, ...]
     mask: Tensor
+    rotation: Rotation | None = None
 
 
 LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
@@ -380,6 +404,7 @@ class Projections(nn.ModuleList):
         scale: c; E learns at the relative rate s = c·k/n, with the largest k.
         shifts: by how many rows E and F are moved down in each layer. Row 0 is repeated for the first `shift` tokens,
             so the first window grows and the last one shrinks.
+        rope_theta: the base of the frequencies of rotary positions; `None` without them.
     """
 
     def __init__(
@@ -393,8 +418,10 @@ class Projections(nn.ModuleList):
         init: str,
         scale: float,
         shifts: Sequence[int],
+        rope_theta: float | None = None,
     ) -> None:
         super().__init__()
+        self.head_dim, self.rope_theta = head_dim, rope_theta
         self.max_length = max_length
         self.shifts = tuple(shifts)
         self.groups = [group_heads(lengths) for lengths in projected_lengths]  # (k, heads) of each layer
@@ -435,6 +462,7 @@ class Projections(nn.ModuleList):
             init=config.projection_init,
             scale=config.resolved_projection_scale,
             shifts=config.window_shifts,
+            rope_theta=config.rope_theta if config.is_rotary else None,
         )
 
     def forward(
@@ -450,6 +478,7 @@ class Projections(nn.ModuleList):
             weights.append(torch.cat([E[:1].expand(max_shift, *E.shape[1:]), E]) if max_shift else E)
 
         masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
+        rotations: dict[tuple[int, int], Rotation | None] = {}  # likewise
         pairs: list[tuple[LayerProjection, LayerProjection]] = []
         for shift, groups, (E_ids, F_ids) in zip(self.shifts, self.groups, self.module_ids, strict=True):
             E_and_F: list[LayerProjection] = []
@@ -460,14 +489,17 @@ class Projections(nn.ModuleList):
                     E = weights[module_id]
                     if max_shift:
                         E = E.narrow(0, max_shift - shift, seq_len)
-                    if isinstance(projection, LinearProjection) and E.shape[-1] != k:
-                        E = projection.merge_columns(E, k)
+                    if isinstance(projection, LinearProjection):
+                        E = projection.add_samples(E, shift) if projection.init == "sample" else E
+                        E = projection.merge_columns(E, k) if E.shape[-1] != k else E
                     if (k, shift) not in masks:
                         mask = projection.slot_mask(seq_len, k, shift, lengths, device)
                         masks[k, shift] = None if mask is None else mask[:, None, None, :]
+                        rotations[k, shift] = self.rotation(projection, seq_len, k, shift, device)
                     commutes = projection.commutes and (E is None or E.dim() == 2)
-                    live = masks[k, shift]
-                    parts.append(ReadyProjection(projection.shorten, k, E, lengths, live, len(heads), commutes))
+                    live, rotation = masks[k, shift], rotations[k, shift]
+                    ready = ReadyProjection(projection.shorten, k, E, lengths, live, len(heads), commutes, rotation)
+                    parts.append(ready)
                 if len(parts) == 1:
                     E_and_F.append(parts[0])
                 else:
@@ -475,6 +507,20 @@ class Projections(nn.ModuleList):
                     E_and_F.append(mixed(parts, [heads for _, heads in groups], slots, device))
             pairs.append((E_and_F[0], E_and_F[-1]))
         return pairs
+
+    def rotation_of_tokens(self, seq_len: int, device: torch.device) -> Rotation | None:
+        """With rotary positions, how to rotate the queries and exact keys of rows that are sorted by rank."""
+        if self.rope_theta is None:
+            return None
+        return Rotation.of(torch.arange(seq_len, device=device), self.head_dim, self.rope_theta)
+
+    def rotation(
+        self, projection: Projection, seq_len: int, k: int, shift: int, device: torch.device
+    ) -> Rotation | None:
+        if self.rope_theta is None or isinstance(projection, IdentityProjection):
+            return None
+        positions = projection.slot_positions(k, shift, device)[: projection.num_slots(seq_len, k)]
+        return Rotation.of(positions, self.head_dim, self.rope_theta)
 
 
 def mixed(
@@ -485,7 +531,11 @@ def mixed(
     for E, count in zip(parts, slots, strict=True):
         mask = torch.ones(1, 1, 1, count, dtype=torch.bool, device=device) if E.mask is None else E.mask
         masks.append(mask.mT.expand(-1, E.num_heads, -1, -1))
-    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), join_heads(masks, heads).mT)
+    rotation = None
+    if parts[0].rotation is not None:
+        tables = [[x.expand(1, E.num_heads, -1, -1) for x in E.rotation or ()] for E in parts]
+        rotation = Rotation(*(join_heads(table, heads) for table in zip(*tables, strict=True)))
+    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), join_heads(masks, heads).mT, rotation)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
@@ -546,6 +596,12 @@ def window_matrix(
     size = ((owner + 1) * n + k - 1) // k - (owner * n + k - 1) // k
     owned = owner[:, None] == torch.arange(k, device=device)  # (n, k)
     return owned.to(dtype) / size[:, None]
+
+
+def sampled_ranks(n: int, k: int, shift: int, device: torch.device) -> Tensor:
+    """The token that each column of E₀ selects, (k,): one from each window, and token 0, which every input has."""
+    ranks = (torch.arange(k, device=device) * n + k - 1) // k + shift
+    return ranks * (ranks > shift)
 
 
 def overlap(new: int, old: int) -> Tensor:

@@ -21,6 +21,9 @@ def linformer_attention(
     *,
     num_heads: int,
     window: int = 0,
+    far_bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    rope_theta: float = 10_000.0,
 ) -> Tensor:
     r"""Multi-head linear attention of one sequence without padding: equation 7 for each head.
 
@@ -36,13 +39,17 @@ def linformer_attention(
         E, F: restricted to the rows of x's tokens and the columns of live slots, (n, k) or per head (h, n, k).
         num_heads: h.
         window: w, or 0 for none.
+        far_bias: with a window, what is added to the scores of projected keys, (h,).
+        positions: with rotary positions, those of the projected keys, (k,) or per head (h, k): queries and exact keys
+            are rotated by their rank, projected keys by these.
+        rope_theta: the base of the rotary frequencies.
 
     Returns:
         The heads' outputs side by side, (n, d); the layer multiplies them with $W^O$.
     """
     n, size = len(x), query[0].shape[1] // num_heads  # n and d_head
-    positions = torch.arange(n)
-    near = (positions[:, None] - positions).abs() <= window  # (n, n)
+    ranks = torch.arange(n)
+    near = (ranks[:, None] - ranks).abs() <= window  # (n, n)
     heads = []
     for i in range(num_heads):
         channels = slice(i * size, (i + 1) * size)
@@ -51,14 +58,35 @@ def linformer_attention(
         Q = x @ W_Q + b_Q  # (n, d_head)
         K = E_i.T @ (x @ W_K) + b_K  # (k, d_head)
         V = F_i.T @ (x @ W_V) + b_V  # (k, d_head)
-        seen = torch.ones(n, len(K), dtype=torch.bool)
+        K_near, V_near = x @ W_K + b_K, x @ W_V + b_V  # (n, d_head)
+        if positions is not None:
+            Q, K_near = (rotate(tokens, ranks, rope_theta) for tokens in (Q, K_near))
+            K = rotate(K, positions if positions.dim() == 1 else positions[i], rope_theta)
+        scores = Q @ K.T / math.sqrt(size)  # (n, k)
         if window:
-            K, V = torch.cat([K, x @ W_K + b_K]), torch.cat([V, x @ W_V + b_V])
-            seen = torch.cat([seen, near], 1)
-        scores = (Q @ K.T / math.sqrt(size)).masked_fill(~seen, -math.inf)
+            if far_bias is not None:
+                scores = scores + far_bias[i]
+            near_scores = (Q @ K_near.T / math.sqrt(size)).masked_fill(~near, -math.inf)
+            scores, V = torch.cat([scores, near_scores], 1), torch.cat([V, V_near])
         P = scores.softmax(-1)  # (n, k), with a window (n, k + n)
         heads.append(P @ V)
     return torch.cat(heads, 1)
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
+    r"""Rotary positions (Su et al., 2021): turn channels j and j + d/2 of `x` by the angle $p\,\theta^{-2j/d}$.
+
+    Args:
+        x: queries or keys of one head, (..., n, d) with an even d.
+        positions: p of each row, (..., n).
+        theta: the base of the frequencies.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)  # (d/2,)
+    angles = positions[..., None] * frequencies  # (..., n, d/2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def attend(
@@ -66,6 +94,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     scaling: float,
     dropout: float = 0.0,
@@ -77,6 +106,7 @@ def attend(
         key: the projected keys $E^T K W_K$, (b, h, k, d_head).
         value: the projected values $F^T V W_V$, (b, h, k, d_head).
         mask: true at the keys to attend to, broadcastable to (b, h, n, k). The output is 0 for a query without any.
+        bias: what is added to the scores, broadcastable to (b, h, n, k).
         scaling: usually $d_{head}^{-1/2}$.
         dropout: the probability of dropping an entry of $\bar P$.
 
@@ -89,6 +119,8 @@ def attend(
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         query, key, value = (x.to(precise) for x in (query, key, value))
         scores = query @ key.mT * scaling  # (b, h, n, k)
+        if bias is not None:
+            scores = scores + bias.to(precise)
         if mask is not None:
             # The lowest finite score, not -inf: a row without any visible key must not become NaN.
             scores = scores.masked_fill(~mask, torch.finfo(precise).min)
@@ -109,6 +141,7 @@ def attend_locally(
     window: int,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    far_bias: Tensor | None = None,
     scaling: float,
 ) -> Tensor:
     r"""One softmax over the k projected keys and the exact keys at most `window` positions away.
@@ -122,6 +155,7 @@ def attend_locally(
         window: w.
         mask: true at the projected keys to attend to, (b or 1, h or 1, 1, k).
         lengths: the number of real tokens of each row, (b,).
+        far_bias: what is added to the scores of projected keys, (h,).
         scaling: usually $d_{head}^{-1/2}$.
 
     Returns:
@@ -135,4 +169,5 @@ def attend_locally(
     slots = torch.ones(1, 1, 1, k, dtype=torch.bool, device=query.device) if mask is None else mask
     seen = torch.cat([slots.expand(b, h, n, k), near.expand(b, h, n, n)], -1)
     keys, values = torch.cat([key, near_key], 2), torch.cat([value, near_value], 2)
-    return attend(query, keys, values, seen, scaling=scaling)[0]
+    bias = None if far_bias is None else functional.pad(far_bias[:, None, None].expand(h, 1, k), (0, n))
+    return attend(query, keys, values, seen, bias, scaling=scaling)[0]

@@ -22,11 +22,11 @@ def by_kernels(query, *others, **options):
     return attend.attend(query, *others, **options, scaling=query.shape[-1] ** -0.5)
 
 
-def by_reference(query, key, value, *near, window=0, mask=None, lengths=None):
+def by_reference(query, key, value, *near, window=0, mask=None, lengths=None, far_bias=None):
     scaling = query.shape[-1] ** -0.5
     if not near:
         return reference.attend(query, key, value, mask, scaling=scaling)[0].transpose(1, 2)
-    options = {"window": window, "mask": mask, "lengths": lengths, "scaling": scaling}
+    options = {"window": window, "mask": mask, "lengths": lengths, "far_bias": far_bias, "scaling": scaling}
     return reference.attend_locally(query, key, value, *near, **options).transpose(1, 2)
 
 

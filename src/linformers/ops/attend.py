@@ -25,6 +25,7 @@ def attend(
     window: int = 0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    far_bias: Tensor | None = None,
     scaling: float,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -37,6 +38,7 @@ def attend(
         window: Each query attends to exact keys at most this many positions away.
         mask: True for visible projected keys, (b or 1, h or 1, 1, k). If no key is visible, the output is 0.
         lengths: Number of real tokens in each row, (b,). Exact keys from there on are masked.
+        far_bias: With a local window, what is added to the scores of projected keys, (h,).
         scaling: Usually $d_{head}^{-1/2}$.
         dropout: Dropout probability of the entries of $\bar P$.
 
@@ -45,7 +47,8 @@ def attend(
     """
     # On the device, to avoid a synchronization; recomputing a checkpointed layer draws the same seed again.
     seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0 else None
-    output, _ = _attend(query, key, value, near_key, near_value, mask, lengths, seed, window, scaling, dropout)
+    optional = (near_key, near_value, mask, lengths, seed, None if far_bias is None else far_bias.float())
+    output, _ = _attend(query, key, value, *optional, window, scaling, dropout)
     return output
 
 
@@ -67,14 +70,15 @@ def _max_register_keys(key: Tensor) -> int:
 @library.custom_op("linformers::attend", mutates_args=())
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, near_key: Tensor | None, near_value: Tensor | None,
-    mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, window: int, scaling: float, dropout: float,
+    mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, far_bias: Tensor | None,
+    window: int, scaling: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output (b, n, h, d_head) and, if the backward pass needs it, the log-sum-exp of each row (b, h, n)."""
     output, lse = _empty_outputs(query, key, near_key)
     if output.numel():
         kernel = "forward_resident" if fits_on_chip(key, near_key) else "forward_streaming"
         out = upcast_if_interpreted(output)
-        tensors = _kernel_inputs(query, key, value, near_key, near_value, mask, lengths, seed)
+        tensors = _kernel_inputs(query, key, value, near_key, near_value, mask, lengths, seed, far_bias)
         tensors |= {"OUT": out, "LSE": None if fits_in_registers(key, near_key) else lse}
         plan(kernel, Shapes.of(tensors, window, scaling, dropout)).run(tensors)
         copy_back(out, output)
@@ -89,15 +93,21 @@ def _(query, key, value, near_key, *others):  # type: ignore[no-untyped-def]
 @library.custom_op("linformers::attend_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, near_key: Tensor | None, near_value: Tensor | None,
-    mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, output: Tensor | None, lse: Tensor | None,
-    window: int, scaling: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query (b, n, h, d_head), key and value (2, b, k, h, d_head), exact ones (2, b, n, h, d_head)."""
-    query_gradient, key_gradients, near_gradients = _empty_gradients(query, key, near_key)
+    mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, far_bias: Tensor | None,
+    output: Tensor | None, lse: Tensor | None, window: int, scaling: float, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query (b, n, h, d_head), key and value (2, b, k, h, d_head), exact ones (2, b, n, h, d_head).
+
+    The last one is that of `far_bias`, (h,), or empty.
+    """
+    gradients = _empty_gradients(query, key, near_key, far_bias)
+    query_gradient, key_gradients, near_gradients, bias_gradient = gradients
+    bias_gradient.zero_()
     if not gradient.numel():
-        return query_gradient, key_gradients.zero_(), near_gradients
+        key_gradients.zero_()
+        return gradients
     dq, dnear = upcast_if_interpreted(query_gradient), upcast_if_interpreted(near_gradients)
-    tensors = _kernel_inputs(query, key, value, near_key, near_value, mask, lengths, seed)
+    tensors = _kernel_inputs(query, key, value, near_key, near_value, mask, lengths, seed, far_bias)
     tensors |= {"DOUT": upcast_if_interpreted(gradient), "DQ": dq, "DNEAR": dnear}
     if output is None or lse is None:
         kernels = ["backward_resident"]
@@ -117,33 +127,39 @@ def _attend_backward(
     parts = key_gradients
     if plans[-1].splits > 1 or upcast_if_interpreted(key_gradients) is not key_gradients:
         parts = key_gradients.new_empty(plans[-1].splits, *key_gradients.shape, dtype=torch.float32)
+    bias_parts = None
+    if far_bias is not None and key.numel():
+        bias_parts = bias_gradient.new_empty(len(query), len(far_bias), plans[-1].programs // query.shape[:2].numel())
     for each in plans:
-        each.run({**tensors, "PARTS": parts})
+        each.run({**tensors, "PARTS": parts, "BIAS_PARTS": bias_parts})
     copy_back(dq, query_gradient)
     copy_back(dnear, near_gradients)
     if parts is not key_gradients:
         key_gradients.copy_(parts.sum(0))
-    return query_gradient, key_gradients, near_gradients
+    if bias_parts is not None:
+        bias_gradient.copy_(bias_parts.sum((0, 2)))
+    return gradients
 
 
 @_attend_backward.register_fake
-def _(gradient, query, key, value, near_key, *others):  # type: ignore[no-untyped-def]
-    return _empty_gradients(query, key, near_key)
+def _(gradient, query, key, value, near_key, near_value, mask, lengths, seed, far_bias, *others):  # type: ignore[no-untyped-def]
+    return _empty_gradients(query, key, near_key, far_bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.window, ctx.scaling, ctx.dropout = inputs
-    _, key, _, near_key, *_ = tensors
+    _, key, _, near_key, *_, far_bias = tensors
+    ctx.has_bias = far_bias is not None
     ctx.save_for_backward(*tensors, *((None, None) if fits_in_registers(key, near_key) else output))
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
-        return (None,) * 11
-    dq, dkeys, dnear = _attend_backward(gradient, *ctx.saved_tensors, ctx.window, ctx.scaling, ctx.dropout)
+        return (None,) * 12
+    dq, dkeys, dnear, dbias = _attend_backward(gradient, *ctx.saved_tensors, ctx.window, ctx.scaling, ctx.dropout)
     near = dnear.transpose(2, 3) if ctx.window else (None, None)
-    return dq.transpose(1, 2), *dkeys.transpose(2, 3), *near, *(None,) * 6
+    return dq.transpose(1, 2), *dkeys.transpose(2, 3), *near, *(None,) * 3, dbias if ctx.has_bias else None, *(None,) * 3
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
@@ -151,12 +167,12 @@ _attend.register_autograd(_differentiate, setup_context=_save)
 
 def _kernel_inputs(query: Tensor, key: Tensor, *others: Tensor | None) -> dict[str, Tensor | None]:
     """The tensor arguments of `_attend` under their names in the kernels."""
-    value, near_key, near_value, mask, lengths, seed = others
+    value, near_key, near_value, mask, lengths, seed, far_bias = others
     if mask is not None:
         mask = mask.expand(*query.shape[:2], 1, key.shape[2]).view(torch.uint8)[:, :, 0]
     heads = {"Q": query, "K": key, "V": value, "NEAR_K": near_key, "NEAR_V": near_value}
     tensors = {name: None if x is None else upcast_if_interpreted(x) for name, x in heads.items()}
-    return {**tensors, "MASK": mask, "LENGTHS": lengths, "SEED": seed}
+    return {**tensors, "MASK": mask, "LENGTHS": lengths, "SEED": seed, "FAR_BIAS": far_bias}
 
 
 def _empty_outputs(query: Tensor, key: Tensor, near_key: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -165,7 +181,10 @@ def _empty_outputs(query: Tensor, key: Tensor, near_key: Tensor | None) -> tuple
     return query.new_empty(b, n, h, d), query.new_empty(rows, dtype=torch.float32)
 
 
-def _empty_gradients(query: Tensor, key: Tensor, near_key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(
+    query: Tensor, key: Tensor, near_key: Tensor | None, far_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (b, h, n, d), k = query.shape, key.shape[2]
     near = (0,) if near_key is None else (2, b, n, h, d)
-    return query.new_empty(b, n, h, d), key.new_empty(2, b, k, h, d), query.new_empty(near)
+    bias = query.new_empty(0 if far_bias is None else h, dtype=torch.float32)
+    return query.new_empty(b, n, h, d), key.new_empty(2, b, k, h, d), query.new_empty(near), bias

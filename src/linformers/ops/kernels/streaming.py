@@ -23,6 +23,9 @@ from .common import (
 )
 
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
 def _online_softmax(
     queries, keys, values, bias, query_hashes, key_hashes, row_max, row_sum, out, scale, threshold,
@@ -45,7 +48,7 @@ def _online_softmax(
 
 @triton.jit
 def forward_streaming(
-    Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, OUT, LSE,
+    Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, FAR_BIAS, OUT, LSE,
     heads, n, k, window, scale, threshold, rescale, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
     v_b, v_h, v_n, v_d, m_b, m_h, m_k, nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -60,6 +63,7 @@ def forward_streaming(
     queries = load_rows(Q + batch * q_b + head * q_h, start, q_n, q_d, n, rows, columns, D, EVEN)
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
+    far_bias = tl.load(FAR_BIAS + head) * LOG2_E if FAR_BIAS is not None else 0.0
     seed = tl.load(SEED) if DROPOUT else 0
     query_hashes = query_hash(seed, head_index, start + rows) if DROPOUT else 0
     row_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -68,11 +72,11 @@ def forward_streaming(
     for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         keys = load_rows(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
         values = load_rows(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-        bias = slot_bias(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+        bias = far_bias + slot_bias(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
         slot_hashes = key_hash(seed, slot + slots, 1) if DROPOUT else 0
         row_max, row_sum, out = _online_softmax(
             queries, keys, values, bias[None, :], query_hashes, slot_hashes, row_max, row_sum, out, scale, threshold,
-            HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
+            HAS_MASK or not EVEN_K or FAR_BIAS is not None, DROPOUT, PRECISION,
         )  # fmt: skip
     if NEAR_K is not None:
         NEAR_K += batch * nk_b + head * nk_h
@@ -115,7 +119,7 @@ def _add_query_gradient(
 
 @triton.jit
 def backward_queries(
-    Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, OUT, LSE, DOUT, DQ, DELTA,
+    Q, K, V, NEAR_K, NEAR_V, MASK, LENGTHS, SEED, FAR_BIAS, OUT, LSE, DOUT, DQ, DELTA,
     heads, n, k, window, scale, scaling, threshold, rescale, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
     v_b, v_h, v_n, v_d, m_b, m_h, m_k, nk_b, nk_h, nk_n, nk_d, nv_b, nv_h, nv_n, nv_d, o_b, o_h, o_n, o_d,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -136,17 +140,18 @@ def backward_queries(
     lse = load_scalars(LSE, head_index, start, n, rows)
     K += batch * k_b + head * k_h
     V += batch * v_b + head * v_h
+    far_bias = tl.load(FAR_BIAS + head) * LOG2_E if FAR_BIAS is not None else 0.0
     seed = tl.load(SEED) if DROPOUT else 0
     query_hashes = query_hash(seed, head_index, start + rows) if DROPOUT else 0
     query_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for slot in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         keys = load_rows(K, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
         values = load_rows(V, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-        bias = slot_bias(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+        bias = far_bias + slot_bias(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
         slot_hashes = key_hash(seed, slot + slots, 1) if DROPOUT else 0
         query_gradient = _add_query_gradient(
             queries, out_gradient, lse, delta, query_hashes, keys, values, bias[None, :], slot_hashes, query_gradient,
-            scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
+            scale, threshold, rescale, HAS_MASK or not EVEN_K or FAR_BIAS is not None, DROPOUT, PRECISION,
         )  # fmt: skip
     if NEAR_K is not None:
         NEAR_K += batch * nk_b + head * nk_h
@@ -207,7 +212,7 @@ def backward_near_keys(
 
 @triton.jit
 def backward_keys(
-    Q, K, V, MASK, SEED, LSE, DELTA, DOUT, PARTS,
+    Q, K, V, MASK, SEED, FAR_BIAS, LSE, DELTA, DOUT, PARTS, BIAS_PARTS,
     heads, splits, n, k, scale, scaling, threshold, rescale, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
     v_b, v_h, v_n, v_d, m_b, m_h, m_k, o_b, o_h, o_n, o_d, split_stride, value_offset,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -221,13 +226,15 @@ def backward_keys(
     rows, slots, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     keys = load_rows(K + batch * k_b + head * k_h, slot, k_n, k_d, k, slots, columns, D, EVEN_K)
     values = load_rows(V + batch * v_b + head * v_h, slot, v_n, v_d, k, slots, columns, D, EVEN_K)
-    bias = slot_bias(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
+    far_bias = tl.load(FAR_BIAS + head) * LOG2_E if FAR_BIAS is not None else 0.0
+    bias = far_bias + slot_bias(MASK, batch, head, m_b, m_h, m_k, slot + slots, k, HAS_MASK)
     seed = tl.load(SEED) if DROPOUT else 0
     slot_hashes = key_hash(seed, slot + slots, 1) if DROPOUT else 0
     Q += batch * q_b + head * q_h
     DOUT += batch * o_b + head * o_h
     key_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     value_gradient = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    bias_gradient = 0.0
     first, last = query_range(split, splits, n, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = load_rows(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
@@ -235,10 +242,15 @@ def backward_keys(
         lse = load_scalars(LSE, head_index, start, n, rows)
         delta = load_scalars(DELTA, head_index, start, n, rows)
         query_hashes = query_hash(seed, head_index, start + rows) if DROPOUT else 0
-        key_gradient, value_gradient, _ = add_key_gradients(
+        key_gradient, value_gradient, gradient = add_key_gradients(
             queries, out_gradient, lse, delta, query_hashes, keys, values, bias[:, None], slot_hashes,
-            key_gradient, value_gradient, scale, threshold, rescale, HAS_MASK or not EVEN_K, DROPOUT, PRECISION,
+            key_gradient, value_gradient, scale, threshold, rescale,
+            HAS_MASK or not EVEN_K or FAR_BIAS is not None, DROPOUT, PRECISION,
         )  # fmt: skip
+        if FAR_BIAS is not None:
+            bias_gradient += tl.sum(gradient.to(tl.float32))
+    if FAR_BIAS is not None:
+        tl.store(BIAS_PARTS + pid, bias_gradient)
     PARTS += split.to(tl.int64) * split_stride + (batch * k * heads + head) * D
     store_rows(PARTS, slot, heads * D, k, slots, columns, key_gradient * scaling, D)
     store_rows(PARTS + value_offset, slot, heads * D, k, slots, columns, value_gradient, D)
