@@ -185,7 +185,7 @@ def run(
     cells: list[Cell] = []
     for measured in compare(lengths, projected, tasks=task, console=console, **options):
         cells += measured
-        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        text = json.dumps({**record, **options, "cells": [asdict(cell) for cell in cells]}, indent=1)
         (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
     axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
     for kind in task:
