@@ -31,7 +31,7 @@ Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkp
 StartModel = Annotated[
     Path | None, typer.Option(**FOLDER, help="Folder of a model.", show_default="the bundled English model")
 ]
-Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the data.")]
+Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the tasks or of a prepared corpus.")]
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
@@ -43,7 +43,9 @@ Length = Annotated[
     int | None, typer.Option(help="Tokens per passage, n.", show_default="512, or the model's maximum if smaller")
 ]
 Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")]
-Sharing = Annotated[str, typer.Option(help="How E and F are shared: none, headwise, key-value or layerwise.")]
+Sharing = Annotated[
+    str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
+]
 Out = Annotated[Path, typer.Option(help="Output folder.")]
 
 
@@ -224,7 +226,9 @@ def bench(
     dropout: Annotated[float, typer.Option(help="Dropout during training.")] = 0.0,
     compile: Annotated[bool, typer.Option("--compile", help="Also measure compiled models; takes minutes.")] = False,
     batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits on the GPU.")] = False,
-    memory: Annotated[int | None, typer.Option(min=1, help="GiB for the largest batch.", show_default="all")] = None,
+    memory: Annotated[
+        int | None, typer.Option(min=1, help="GPU memory in GiB for --batches.", show_default="all")
+    ] = None,
     windows: Annotated[str, typer.Option(help="Local windows w to measure too, separated by commas.")] = "",
     models: Annotated[
         str, typer.Option(help="Of linformer, twin, unfused and roberta.")
