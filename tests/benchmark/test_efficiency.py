@@ -137,7 +137,7 @@ def test_ratios_to_roberta_and_the_twin():
     cells = [*cells_of(f"{ROBERTA}, compiled", {64: 3.0, 128: 4.0}), *cells_of(FUSED, {64: 2.0, 128: None})]
     cells += [*cells_of("Linformer k=16", {64: 1.0, 128: 2.0}, 16), *cells_of("Linformer k=64", {128: 1.0}, 64)]
     (table, *_) = tables(cells, "inference")
-    assert table.title.endswith(f"(relative to {ROBERTA}, compiled / {FUSED})")
+    assert table.title.endswith(f"(times that of {ROBERTA}, compiled / {FUSED})")
     assert [list(column.cells) for column in table.columns[1:]] == [
         ["3,000.0", "2,000.0", "1,000.0 (0.33 / 0.50)", "–"],
         ["4,000.0", "out of memory", "2,000.0 (0.50 / –)", "1,000.0 (0.25 / –)"],
