@@ -66,7 +66,7 @@ class LinformerConfig(PreTrainedConfig):
     Args:
         max_position_embeddings: n, the longest input (exactly n; RoBERTa's value includes an offset of 2).
         projected_length: k, the number of projected keys and values. One number, one per layer, or one per layer and
-            head. `None` means 256, or less where n is smaller.
+            head. `None` means min(256, n); for mean, max and conv, the largest divisor of n that is at most 256.
         sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
             `"headwise"`: one E and one F per layer; `"key-value"`: one E = F per layer; `"layerwise"`: one E for the
             whole model.
@@ -79,9 +79,9 @@ class LinformerConfig(PreTrainedConfig):
             one token from each window (always token 0 from the first), `"gaussian"` as $N(0, 1/n)$.
         shifted_windows: whether E starts with other windows, or other tokens from them, in each layer. `None` means
             `True` with `projection_init="sample"` and `False` otherwise, as in the paper's model.
-        projection_scale: c, the learning rate of E relative to that of the other weights:
-            $E = E_0 + s \Delta$ with $s = c\,k/n$. `None` means 1.2 if all layers share E and there is no local
-            window, and 0.12 otherwise; it is resolved when a model is built.
+        projection_scale: c, which sets how fast E learns: $E = E_0 + s \Delta$ with $s = c\,k/n$. Under an optimizer
+            like Adam, E changes s times as fast as the other weights. `None` means 1.2 if all layers share E and
+            there is no local window, and 0.12 otherwise; it is resolved when a model is built.
         initial_far_bias: with a local window, each head of each layer adds a learned bias to the scores of its
             projected keys; this is its initial value. `None` means -log k: attention starts near its own position.
         position_embedding_type: `"absolute"` positions are learned and added to the embeddings; `"rotary"` positions
@@ -95,6 +95,7 @@ class LinformerConfig(PreTrainedConfig):
         norm_first: LayerNorm before each block and after the last one (pre-norm) instead of RoBERTa's post-norm.
         classifier_pooling: sequence classification uses the first real token (`"cls"`) or the `"mean"` of all of them.
         sparse_prediction: masked-language modeling computes logits at labeled positions only.
+        chunk_size_feed_forward: tokens of a batch per chunk of the feed-forward network, without gradients; 0: 16,384.
     """
 
     model_type = "linformer"
@@ -139,7 +140,7 @@ class LinformerConfig(PreTrainedConfig):
         self._refuse_misspelled(kwargs)
         self._check_labels(kwargs)
         for name in (*SIZES, "projected_length", "local_window"):
-            setattr(self, name, checks.plain(getattr(self, name)))
+            setattr(self, name, checks.to_builtin(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
 
@@ -327,7 +328,9 @@ class LinformerConfig(PreTrainedConfig):
         self.check()
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
         if self.is_rotary and (size := self.hidden_size // self.num_attention_heads) % 2:
-            raise UserError(f"position_embedding_type='rotary' needs heads of an even size, but hidden_size={self.hidden_size} / num_attention_heads={self.num_attention_heads} is {size}")
+            raise UserError(
+                f"position_embedding_type='rotary' needs heads of an even size, but hidden_size={self.hidden_size} / num_attention_heads={self.num_attention_heads} is {size}"
+            )
 
     def _refuse_misspelled(self, unknown: Iterable[str]) -> None:
         """Refuse an unknown key that resembles a field: transformers would silently store it."""

@@ -19,7 +19,8 @@ T = TypeVar("T", int, Tensor)
 class Projection(nn.Module):
     r"""A map along the sequence from n tokens to k slots, $x \mapsto E^T x$: its weights and its arithmetic.
 
-    Token r belongs to slot $\lfloor r k / n \rfloor$. A slot is live if at least one real token belongs to it.
+    Token r belongs to slot $\lfloor r k / n \rfloor$. A slot is live if at least one real token belongs to it. The
+    paper assumes inputs of length n; for a shorter input, attention masks the slots that are not live.
 
     Args:
         max_length: n.
@@ -307,7 +308,7 @@ class SomeHeads(NamedTuple):
         return self.part(self.linear.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if is_plain(self.linear, x):
+        if can_use_weights(self.linear, x):
             return functional.linear(x, self.weight, self.bias)
         return self.part(self.linear(x), x.dim() - 1)
 
@@ -329,8 +330,9 @@ class ReadyProjection(NamedTuple):
         weights: E or a kernel, if there are weights.
         lengths: the number of real tokens of each row, (b,).
         mask: which slots are live, (b or 1, 1, 1, k); `None` if all of them are.
-        num_heads: h.
+        num_heads: the number of heads that this projection serves.
         commutes: whether E can be applied before W.
+        is_identity: whether each token is its own slot.
         rotation: with rotary positions, how to rotate the projected keys; `None` if a key's position is its token's.
     """
 
@@ -341,6 +343,7 @@ class ReadyProjection(NamedTuple):
     mask: Tensor | None
     num_heads: int
     commutes: bool
+    is_identity: bool
     rotation: Rotation | None = None
 
     def __call__(self, x: Tensor, linear: Linear) -> Tensor:
@@ -366,14 +369,11 @@ class MixedProjection(NamedTuple):
     heads: tuple[tuple[int, ...], ...]
     slots: tuple[int, ...]
     mask: Tensor
+    is_identity: bool = False
     rotation: Rotation | None = None
 
 
 LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
-
-
-def is_identity(E: LayerProjection) -> bool:
-    return isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten  # type: ignore[attr-defined]
 
 
 def project(x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
@@ -478,7 +478,7 @@ class Projections(nn.ModuleList):
             weights.append(torch.cat([E[:1].expand(max_shift, *E.shape[1:]), E]) if max_shift else E)
 
         masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
-        rotations: dict[tuple[int, int], Rotation | None] = {}  # likewise
+        rotations: dict[tuple[int, int, int], Rotation | None] = {}  # of projected keys, by module, k and shift
         pairs: list[tuple[LayerProjection, LayerProjection]] = []
         for shift, groups, (E_ids, F_ids) in zip(self.shifts, self.groups, self.module_ids, strict=True):
             E_and_F: list[LayerProjection] = []
@@ -495,17 +495,18 @@ class Projections(nn.ModuleList):
                     if (k, shift) not in masks:
                         mask = projection.slot_mask(seq_len, k, shift, lengths, device)
                         masks[k, shift] = None if mask is None else mask[:, None, None, :]
-                        rotations[k, shift] = self.rotation(projection, seq_len, k, shift, device)
+                    if (module_id, k, shift) not in rotations:
+                        rotations[module_id, k, shift] = self.rotation(projection, seq_len, k, shift, device)
                     commutes = projection.commutes and (E is None or E.dim() == 2)
-                    live, rotation = masks[k, shift], rotations[k, shift]
-                    ready = ReadyProjection(projection.shorten, k, E, lengths, live, len(heads), commutes, rotation)
-                    parts.append(ready)
+                    identity, live = isinstance(projection, IdentityProjection), masks[k, shift]
+                    serves = (len(heads), commutes, identity, rotations[module_id, k, shift])
+                    parts.append(ReadyProjection(projection.shorten, k, E, lengths, live, *serves))
                 if len(parts) == 1:
                     E_and_F.append(parts[0])
                 else:
                     slots = [projection.num_slots(seq_len, k) for k, _ in groups]
                     E_and_F.append(mixed(parts, [heads for _, heads in groups], slots, device))
-            pairs.append((E_and_F[0], E_and_F[-1]))
+            pairs.append((E_and_F[0], E_and_F[-1]))  # the same one twice where E = F
         return pairs
 
     def rotation_of_tokens(self, seq_len: int, device: torch.device) -> Rotation | None:
@@ -535,7 +536,8 @@ def mixed(
     if parts[0].rotation is not None:
         tables = [[x.expand(1, E.num_heads, -1, -1) for x in E.rotation or ()] for E in parts]
         rotation = Rotation(*(join_heads(table, heads) for table in zip(*tables, strict=True)))
-    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), join_heads(masks, heads).mT, rotation)
+    joined = join_heads(masks, heads).mT
+    return MixedProjection(tuple(parts), tuple(heads), tuple(slots), joined, rotation=rotation)
 
 
 def group_heads(projected_lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
@@ -572,7 +574,7 @@ def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
 
 def apply_without_bias(linear: Linear, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """$x W$ (b, h, n, d_head) and b (h, 1, d_head): the bias is added after projecting."""
-    if is_plain(linear, x):
+    if can_use_weights(linear, x):
         tokens, bias = functional.linear(x, linear.weight), linear.bias
     else:
         bias = linear(x.new_zeros(x.shape[-1]))
@@ -581,7 +583,7 @@ def apply_without_bias(linear: Linear, x: Tensor, num_heads: int) -> tuple[Tenso
     return tokens, bias.unflatten(0, (num_heads, 1, -1)).to(tokens.dtype)
 
 
-def is_plain(linear: Linear, tokens: Tensor) -> bool:
+def can_use_weights(linear: Linear, tokens: Tensor) -> bool:
     """Whether a layer can be computed from its weights; an adapted, offloaded or hooked layer must be called."""
     linear = linear.linear if isinstance(linear, SomeHeads) else linear
     hooked = linear._forward_hooks or linear._forward_pre_hooks
