@@ -41,18 +41,21 @@ def test_equals_its_definition(mode, attn_implementation):
         for encoder_layer, shift, (E, F), padded in zip(
             model.layers,
             model.projections.shifts,
-            model.projections(length, None, mask.device),
-            model.projections(length, ranks.lengths, mask.device),
+            model.projections(length, None, mask.device, torch.double),
+            model.projections(length, ranks.lengths, mask.device, torch.double),
             strict=True,
         ):
             attention = encoder_layer.attention
             x = torch.randn(3, length, 16, dtype=torch.double)
-            result, _ = attention(x, E, F, attn_implementation=attn_implementation)
-            assert_same(result, naive_attention(attention, E, F, x, shift=shift))
+            rotary = model.config.is_rotary
+            own = {"rotation": model.projections.rotation_of_tokens(length, mask.device, torch.double)}
+            own["attn_implementation"] = attn_implementation
+            result, _ = attention(x, E, F, **own)
+            assert_same(result, naive_attention(attention, E, F, x, shift=shift, rotary=rotary))
             tokens = zero_padding(reorder(x, ranks.order), ranks.sorted_mask)
-            result, _ = attention(tokens, *padded, ranks.lengths, attn_implementation=attn_implementation)
+            result, _ = attention(tokens, *padded, ranks.lengths, **own)
             result = reorder(result, ranks.places)
-            assert_same(result[mask], naive_attention(attention, E, F, x, mask, shift)[mask])
+            assert_same(result[mask], naive_attention(attention, E, F, x, mask, shift, rotary)[mask])
 
 
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (13, 5), (11, 10), (12, 11), (11, 11), (5, 1), (1, 1), (31, 17)])

@@ -342,8 +342,9 @@ class LinformerModel(LinformerPreTrainedModel):
             inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, ranks.order)
 
         x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
-        rotation = self.projections.rotation_of_tokens(x.shape[1], x.device)
-        for layer, (E, F) in zip(self.layers, self.projections(x.shape[1], lengths, x.device), strict=True):
+        rotation = self.projections.rotation_of_tokens(x.shape[1], x.device, x.dtype)
+        projections = self.projections(x.shape[1], lengths, x.device, x.dtype)
+        for layer, (E, F) in zip(self.layers, projections, strict=True):
             x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation, rotation)
         if self.final_norm is not None:
             x = self.final_norm(x)

@@ -466,9 +466,16 @@ class Projections(nn.ModuleList):
         )
 
     def forward(
-        self, seq_len: int, lengths: Tensor | None, device: torch.device
+        self,
+        seq_len: int,
+        lengths: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> list[tuple[LayerProjection, LayerProjection]]:
-        """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`."""
+        """E and F of each layer, for rows of `seq_len` tokens of which `lengths` (b,) are real, or all if `None`.
+
+        `dtype` is that of the tokens, and matters to rotary positions only.
+        """
         windows: dict[Any, Tensor] = {}
         weights: list[Any] = []
         max_shift = max(self.shifts) if seq_len else 0
@@ -496,7 +503,7 @@ class Projections(nn.ModuleList):
                         mask = projection.slot_mask(seq_len, k, shift, lengths, device)
                         masks[k, shift] = None if mask is None else mask[:, None, None, :]
                     if (module_id, k, shift) not in rotations:
-                        rotations[module_id, k, shift] = self.rotation(projection, seq_len, k, shift, device)
+                        rotations[module_id, k, shift] = self.rotation(projection, seq_len, k, shift, device, dtype)
                     commutes = projection.commutes and (E is None or E.dim() == 2)
                     identity, live = isinstance(projection, IdentityProjection), masks[k, shift]
                     serves = (len(heads), commutes, identity, rotations[module_id, k, shift])
@@ -509,19 +516,20 @@ class Projections(nn.ModuleList):
             pairs.append((E_and_F[0], E_and_F[-1]))  # the same one twice where E = F
         return pairs
 
-    def rotation_of_tokens(self, seq_len: int, device: torch.device) -> Rotation | None:
+    def rotation_of_tokens(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> Rotation | None:
         """With rotary positions, how to rotate the queries and exact keys of rows that are sorted by rank."""
         if self.rope_theta is None:
             return None
-        return Rotation.of(torch.arange(seq_len, device=device), self.head_dim, self.rope_theta)
+        return Rotation.of(torch.arange(seq_len, device=device), self.head_dim, self.rope_theta, dtype)
 
     def rotation(
-        self, projection: Projection, seq_len: int, k: int, shift: int, device: torch.device
+        self, projection: Projection, seq_len: int, k: int, shift: int, device: torch.device, dtype: torch.dtype
     ) -> Rotation | None:
+        """With rotary positions, how to rotate projected keys; `None` if each token has its own."""
         if self.rope_theta is None or isinstance(projection, IdentityProjection):
             return None
         positions = projection.slot_positions(k, shift, device)[: projection.num_slots(seq_len, k)]
-        return Rotation.of(positions, self.head_dim, self.rope_theta)
+        return Rotation.of(positions, self.head_dim, self.rope_theta, dtype)
 
 
 def mixed(

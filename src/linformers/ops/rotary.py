@@ -15,10 +15,11 @@ class Rotation(NamedTuple):
     sin: Tensor  # (..., n, d_head), negative in the first half of the channels
 
     @classmethod
-    def of(cls, positions: Tensor, head_dim: int, theta: float) -> Rotation:
-        """For `positions` of shape (..., n)."""
-        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-        angles = positions[..., None].float() * theta**-exponents  # (..., n, d_head / 2)
+    def of(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
+        """For `positions` of shape (..., n), in at least float32."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
+        angles = positions[..., None] * theta**-exponents  # (..., n, d_head / 2)
         cos, sin = angles.cos(), angles.sin()
         return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
