@@ -268,9 +268,9 @@ class LinformerPreTrainedModel(PreTrainedModel):
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.
 
-        If n shrinks and n/k stays the same, rows and columns of E are cut off and outputs do not change, except with
-        `projection_init="gaussian"`, where every token belongs to every slot. Otherwise E and the positions are
-        interpolated, and a little training helps. Create a new optimizer afterwards.
+        If n/k stays the same, outputs for inputs of up to the smaller n do not change, except with
+        `projection_init="gaussian"`, where every token belongs to every slot. Otherwise E is interpolated. Learned
+        positions are repeated; rotary ones have no limit. A little training helps. Create a new optimizer afterwards.
 
         Args:
             max_length: the new n.

@@ -79,8 +79,8 @@ class Projection(nn.Module):
             lengths = torch.full((1,), seq_len, device=device)
         return torch.arange(slots, device=device) < self.live_slots(lengths, k, shift)[:, None]
 
-    def load_resized(self, other: Projection, cut: bool) -> None:
-        """Copy the learned weights of `other`, which has another n or k. `cut`: n shrinks and n/k stays the same."""
+    def load_resized(self, other: Projection, same_ratio: bool) -> None:
+        """Copy the learned weights of `other`, which has another n or k; `same_ratio`: n/k stays the same."""
 
 
 class LinearProjection(Projection):
@@ -169,11 +169,13 @@ class LinearProjection(Projection):
         return live + ((live < 1) & (length > 0))  # the first `shift` tokens belong to the first slot
 
     @torch.no_grad()
-    def load_resized(self, other: LinearProjection, cut: bool) -> None:  # type: ignore[override]
-        """Keep column sums where n changes, and average columns where k does."""
+    def load_resized(self, other: LinearProjection, same_ratio: bool) -> None:  # type: ignore[override]
+        """Cut or repeat Δ along its diagonal at the same n/k; else keep column sums of E, or average its columns."""
         n, k, old_n, old_k = len(self.delta), self.delta.shape[-1], len(other.delta), other.delta.shape[-1]
-        if cut:
-            self.delta.copy_(other.delta[:n, ..., :k])
+        if same_ratio and (self.init != "gaussian" or n < old_n):
+            self.delta.zero_()
+            for row, column in zip(range(0, n, old_n), range(0, k, old_k), strict=True):
+                self.delta[row : row + old_n, ..., column : column + old_k] = other.delta[: n - row, ..., : k - column]
             return
         rows, columns = overlap(n, old_n) * old_n, overlap(k, old_k) * k
         if self.init == "gaussian":
@@ -229,7 +231,7 @@ class ConvProjection(WindowProjection):
         return (windows * weights.unsqueeze(-3)).sum(-2).to(tokens.dtype)
 
     @torch.no_grad()
-    def load_resized(self, other: ConvProjection, cut: bool) -> None:  # type: ignore[override]
+    def load_resized(self, other: ConvProjection, same_ratio: bool) -> None:  # type: ignore[override]
         """Stretch the kernel to another size, keeping its sums."""
         size, old_size = self.kernel.shape[-2], other.kernel.shape[-2]
         self.kernel.copy_(overlap(size, old_size) * old_size @ other.kernel.cpu().double())

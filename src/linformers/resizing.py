@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .checks import check_size
@@ -34,12 +33,11 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     n, new_n = old.max_position_embeddings, new.max_position_embeddings
     if (n, old.projected_lengths) == (new_n, new.projected_lengths):
         return
-    ratios_hold = all(
+    same_ratio = all(
         k * new_n == new_k * n
         for heads, new_heads in zip(old.projected_lengths, new.projected_lengths, strict=True)
         for k, new_k in zip(heads, new_heads, strict=True)
     )
-    cut = new_n <= n and ratios_hold
 
     base = model.base_model
     with torch.device("meta"):
@@ -47,21 +45,14 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     for projection, source in zip(projections, base.projections, strict=True):
         if (like := next(source.parameters(), None)) is not None:
             projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
-        projection.load_resized(source, cut)  # type: ignore[operator]
+        projection.load_resized(source, same_ratio)  # type: ignore[operator]
     base.projections = projections
-    base.embeddings.position_embeddings = resized_embedding(base.embeddings.position_embeddings, new_n, cut)
+    if (positions := base.embeddings.position_embeddings) is not None:
+        # Repeated positions still tell neighbors apart; stretched ones would not.
+        weight = positions.weight[torch.arange(new_n, device=positions.weight.device) % n]
+        frozen = not positions.weight.requires_grad
+        base.embeddings.position_embeddings = type(positions).from_pretrained(weight, freeze=frozen)
     old.max_position_embeddings, old.projected_length = new_n, new.projected_length
-
-
-def resized_embedding(embedding: nn.Embedding, max_length: int, cut: bool) -> nn.Embedding:
-    """The first `max_length` positions, or all of them interpolated to that number."""
-    if cut:
-        weight = embedding.weight[:max_length].clone()
-    else:
-        channels = embedding.weight.mT[None].float()  # (1, d, n)
-        stretched = functional.interpolate(channels, max_length, mode="linear", align_corners=True)
-        weight = stretched[0].mT.to(embedding.weight.dtype).contiguous()
-    return type(embedding).from_pretrained(weight, freeze=not embedding.weight.requires_grad)
 
 
 def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> None:
