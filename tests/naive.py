@@ -38,7 +38,9 @@ def naive_attention(
     result = torch.full_like(x, math.nan)
     for row in range(len(x)):
         real = torch.arange(x.shape[1]) if mask is None else mask[row].nonzero().squeeze(1)
-        heads = torch.cat([one_head(layer, E, F, x[row, real], head, shift, rotary) for head in range(layer.num_heads)], 1)
+        heads = torch.cat(
+            [one_head(layer, E, F, x[row, real], head, shift, rotary) for head in range(layer.num_heads)], 1
+        )
         result[row, real] = heads @ layer.output.weight.T + layer.output.bias
     return result
 

@@ -86,7 +86,7 @@ class ProjectedAttention(nn.Module):
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
-        # Adam moves a parameter by about 2 in a whole run, but a bias starts at about -6: the parameter is a tenth of it.
+        # In a whole run, Adam moves a parameter by about 2, too little for a bias of -6: it is a tenth of the bias.
         self.initial_far_bias = far_bias
         self.scaled_far_bias = None
         if far_bias is not None:
@@ -343,7 +343,7 @@ class LinformerAttention(ProjectedAttention):
 def with_far_bias(
     query: Tensor, key: Tensor, near: tuple[Tensor, Tensor], bias: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Add a channel that adds `bias` (h,) to the products of queries and projected keys, and 0 to those of exact keys."""
+    """Add a channel whose product is `bias` (h,) for projected keys, and 0 for exact ones."""
     near_key, near_value = near
     column = bias.to(key.dtype)[:, None, None].expand(*key.shape[:3], 1)
     key, near_key = torch.cat([key, column], -1), functional.pad(near_key, (0, 1))

@@ -206,7 +206,7 @@ class LinformerConfig(PreTrainedConfig):
     @property
     def rope_theta(self) -> float:
         """The base of the frequencies of rotary positions."""
-        return (self.rope_parameters or {}).get("rope_theta", self.default_theta)
+        return {"rope_theta": self.default_theta, **(self.rope_parameters or {})}["rope_theta"]
 
     @property
     def far_biases(self) -> tuple[float | None, ...]:
@@ -226,10 +226,13 @@ class LinformerConfig(PreTrainedConfig):
         return default_scale(self.sharing, any(self.local_windows))
 
     @property
+    def resolved_shifted_windows(self) -> bool:
+        return self.projection_init == "sample" if self.shifted_windows is None else self.shifted_windows
+
+    @property
     def window_shifts(self) -> tuple[int, ...]:
         """By how many tokens the initial windows or samples of E are shifted in each layer; less than a window."""
-        shifted = self.projection_init == "sample" if self.shifted_windows is None else self.shifted_windows
-        if not shifted or self.projection != "linear" or self.projection_init == "gaussian":
+        if not self.resolved_shifted_windows or self.projection != "linear" or self.projection_init == "gaussian":
             return (0,) * self.num_hidden_layers
         largest = [max(heads) for heads in self.projected_lengths]
         if self.sharing == "layerwise":
@@ -248,6 +251,7 @@ class LinformerConfig(PreTrainedConfig):
             copied.projected_length = self.projected_length or self.largest_projected_length
         if self.projection == "linear":
             copied.projection_scale = self.resolved_projection_scale
+            copied.shifted_windows = self.resolved_shifted_windows
         return copied
 
     def check(self) -> None:
@@ -329,7 +333,8 @@ class LinformerConfig(PreTrainedConfig):
         check_heads(self.hidden_size, self.num_attention_heads, "num_attention_heads")
         if self.is_rotary and (size := self.hidden_size // self.num_attention_heads) % 2:
             raise UserError(
-                f"position_embedding_type='rotary' needs heads of an even size, but hidden_size={self.hidden_size} / num_attention_heads={self.num_attention_heads} is {size}"
+                f"position_embedding_type='rotary' turns pairs of channels, but hidden_size={self.hidden_size} with "
+                f"num_attention_heads={self.num_attention_heads} gives heads of {size}"
             )
 
     def _refuse_misspelled(self, unknown: Iterable[str]) -> None:

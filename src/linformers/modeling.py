@@ -168,8 +168,8 @@ class LinformerLayer(GradientCheckpointingLayer):
         rotation: Rotation | None,
     ) -> Tensor:
         """Map hidden states (b, n, d) to hidden states; see `ProjectedAttention.forward` for the arguments."""
-        options = {"lengths": lengths, "ranks": ranks, "attn_implementation": attn_implementation}
-        options["rotation"] = rotation
+        options: dict[str, Any] = {"lengths": lengths, "ranks": ranks, "rotation": rotation}
+        options["attn_implementation"] = attn_implementation
         if self.norm_first:
             attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **options)
             x = x + self.dropout(attended)
@@ -217,7 +217,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LinearProjection | ConvProjection):
             module.reset_parameters()
-        elif isinstance(module, ProjectedAttention) and module.scaled_far_bias is not None:
+        elif isinstance(module, ProjectedAttention) and module.initial_far_bias is not None:
             init.constant_(module.scaled_far_bias, module.initial_far_bias / FAR_BIAS_SCALE)
         elif isinstance(module, PositionEmbeddings) and self.config.position_init != "normal":
             longest = 10000 if self.config.position_init == "sinusoidal" else len(module.weight)

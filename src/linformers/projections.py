@@ -86,9 +86,9 @@ class Projection(nn.Module):
 class LinearProjection(Projection):
     r"""A learned matrix $E = E_0 + s \Delta$, (n, k), of which Δ is the parameter; a shorter input uses its first rows.
 
-    With `init="window"`, $E_0$ averages the tokens of each window of n/k, with `"sample"` it selects one of them, and Δ
-    starts at 0; with `"gaussian"`, $E_0 = 0$ and E starts as $N(0, 1/n)$. An optimizer like Adam moves all weights at the same rate, so s is the
-    learning rate of E relative to that of the other weights.
+    With `init="window"`, $E_0$ averages the tokens of each window of n/k; with `"sample"`, it selects one of them; Δ
+    starts at 0. With `"gaussian"`, $E_0 = 0$ and E starts as $N(0, 1/n)$. An optimizer like Adam moves all weights at
+    the same rate, so s is the learning rate of E relative to that of the other weights.
 
     Args:
         max_length: n.
@@ -135,7 +135,7 @@ class LinearProjection(Projection):
         return E + (E_0 if delta.dim() == 2 else E_0[:, None])
 
     def add_samples(self, weights: Tensor, shift: int) -> Tensor:
-        """$E_0 + s \\Delta$ from rows of $s \\Delta$; $E_0$ depends on the shift of the layer."""
+        """$E_0 + s Δ$ from rows of s Δ: which tokens $E_0$ selects depends on the shift of the layer."""
         sampled = sampled_ranks(self.max_length, weights.shape[-1], shift, weights.device)
         ranks = torch.arange(len(weights), device=weights.device)
         E_0 = (ranks[:, None] == sampled).to(weights.dtype)  # (n, k)

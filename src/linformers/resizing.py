@@ -89,11 +89,14 @@ def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
             f"k={k} was requested; load it as it is, then call model.resize_length({n}, {k})"
         )
     meaning: dict[str, tuple[Any, Any]] = {"norm_first": (saved.norm_first, asked.norm_first)}
+    meaning["position_embedding_type"] = (saved.position_embedding_type, asked.position_embedding_type)
+    if saved.is_rotary and asked.is_rotary:
+        meaning["rope_theta"] = (saved.rope_theta, asked.rope_theta)
     if same_projection and saved.projection in ("linear", "conv"):
         meaning["sharing"] = (saved.sharing, asked.sharing)
     if same_projection and saved.projection == "linear":
         meaning["projection_init"] = (saved.projection_init, asked.projection_init)
-        meaning["shifted_windows"] = (saved.shifted_windows, asked.shifted_windows)
+        meaning["shifted_windows"] = (saved.resolved_shifted_windows, asked.resolved_shifted_windows)
         meaning["projection_scale"] = (saved.resolved_projection_scale, asked.resolved_projection_scale)
     for name, (theirs, ours) in meaning.items():
         if theirs != ours:

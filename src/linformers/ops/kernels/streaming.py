@@ -22,8 +22,7 @@ from .common import (
     window_bias,
 )
 
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)  # scores are in base 2
 
 
 @triton.jit
