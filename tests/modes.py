@@ -45,6 +45,7 @@ LOCAL = [
     {"projection": "conv", "projected_length": [4, 4], "local_window": [1, 0]},
     {"projection": "none", "local_window": 2},
     {**PER_HEAD, "local_window": 1},
+    {"sharing": "headwise", "projected_length": [4, 0], "local_window": 2, "shifted_windows": True},
 ]
 SAMPLED = [{"projection_init": "sample", "sharing": s} for s in SHARINGS]
 ROTARY = [
@@ -58,6 +59,7 @@ ROTARY = [
         {**PER_HEAD, "projection_init": "sample", "local_window": 1},
         {**PER_HEAD, "sharing": "headwise"},
         {"projection": "conv", "projected_length": [4, 3], "sharing": "key-value"},
+        {"projection_init": "sample", "projected_length": [0, 4], "local_window": 2},
     )
 ]
 ALL = SAMPLED + ROTARY + UNIFORM + GAUSSIAN + SHIFTED + NON_UNIFORM + LOCAL

@@ -66,7 +66,8 @@ class LinformerConfig(PreTrainedConfig):
     Args:
         max_position_embeddings: n, the longest input (exactly n; RoBERTa's value includes an offset of 2).
         projected_length: k, the number of projected keys and values. One number, one per layer, or one per layer and
-            head. `None` means min(256, n); for mean, max and conv, the largest divisor of n that is at most 256.
+            head; 0 leaves a layer its local window alone. `None` means min(256, n); for mean, max and conv, the
+            largest divisor of n that is at most 256.
         sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
             `"headwise"`: one E and one F per layer; `"key-value"`: one E = F per layer; `"layerwise"`: one E for the
             whole model.
@@ -211,11 +212,9 @@ class LinformerConfig(PreTrainedConfig):
     @property
     def far_biases(self) -> tuple[float | None, ...]:
         """The initial bias of the scores of projected keys in each layer; `None` where there is no local window."""
-        default = [-math.log(max(heads)) if any(heads) else None for heads in self.projected_lengths]
-        biases = default if self.initial_far_bias is None else [self.initial_far_bias] * self.num_hidden_layers
         return tuple(
-            bias if window and self.projection != "none" else None
-            for bias, window in zip(biases, self.local_windows, strict=True)
+            (-math.log(k) if self.initial_far_bias is None else self.initial_far_bias) if k and window else None
+            for k, window in zip(map(max, self.projected_lengths), self.local_windows, strict=True)
         )
 
     @property
@@ -237,11 +236,12 @@ class LinformerConfig(PreTrainedConfig):
         largest = [max(heads) for heads in self.projected_lengths]
         if self.sharing == "layerwise":
             largest = [max(largest)] * len(largest)
-        return tuple(int(van_der_corput(i) * (self.max_position_embeddings // k)) for i, k in enumerate(largest))
+        n = self.max_position_embeddings
+        return tuple(int(van_der_corput(i) * (n // k)) if k else 0 for i, k in enumerate(largest))
 
     def next_valid_length(self, length: int) -> int:
         """The shortest n of at least `length` tokens that is valid with this config's k."""
-        unit = math.lcm(*itertools.chain(*self.projected_lengths)) if self.projection in WINDOWED else 1
+        unit = math.lcm(*filter(None, itertools.chain(*self.projected_lengths))) if self.projection in WINDOWED else 1
         return math.ceil(length / unit) * unit
 
     def resolved(self) -> Self:
@@ -304,8 +304,14 @@ class LinformerConfig(PreTrainedConfig):
             check_one_per("projected_length", self.projected_length, "layer", self.num_hidden_layers)
             for i, heads in enumerate(self.projected_length if isinstance(self.projected_length, list) else ()):
                 check_one_per(f"projected_length[{i}]", heads, "head", self.num_attention_heads)
+            without = [not any(heads) for heads in self.projected_lengths]
+            for i, (empty, window) in enumerate(zip(without, self.local_windows, strict=True)):
+                if empty and not window:
+                    raise UserError(f"projected_length is 0 in layer {i}, which has no local window: it has no keys")
+            if all(without):
+                raise UserError("projected_length is 0 in all layers; use projection='none'")
             check_projected_lengths(
-                self.projected_lengths,
+                [heads for heads, empty in zip(self.projected_lengths, without, strict=True) if not empty],
                 self.max_position_embeddings,
                 projection=self.projection,
                 sharing=self.sharing,

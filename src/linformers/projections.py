@@ -399,7 +399,7 @@ class Projections(nn.ModuleList):
     """The projections of a model: 2·layers·heads, 2·layers, layers or 1 learned matrices, or none.
 
     Args:
-        projected_lengths: k of each head of each layer.
+        projected_lengths: k of each head of each layer; 0 in a layer that has only its local window.
         max_length: n.
         head_dim: d_head.
         projection, sharing, init: the fields `projection`, `sharing` and `projection_init` of `LinformerConfig`.
@@ -431,7 +431,9 @@ class Projections(nn.ModuleList):
         largest = max(k for lengths in projected_lengths for k in lengths)
 
         def add(k: int, num_heads: int | None = None) -> int:
-            if projection == "linear":
+            if k == 0:
+                self.append(NoProjection(max_length))
+            elif projection == "linear":
                 s = scale * largest / max_length
                 self.append(LinearProjection(max_length, k, num_heads, init=init, scale=s))
             elif projection == "conv":
@@ -440,10 +442,13 @@ class Projections(nn.ModuleList):
                 self.append(WITHOUT_WEIGHTS[projection](max_length))
             return len(self) - 1
 
-        for layer, groups in enumerate(self.groups):
+        shared = add(largest) if sharing == "layerwise" or projection in WITHOUT_WEIGHTS else None
+        for groups in self.groups:
             k = max(k for k, _ in groups)
-            if sharing == "layerwise" or projection in WITHOUT_WEIGHTS:  # module 0 for everything
-                E = F = [0 if layer else add(largest)] * len(groups)
+            if k == 0:  # the local window alone
+                E = F = [add(0)]
+            elif shared is not None:
+                E = F = [shared] * len(groups)
             elif sharing == "key-value":  # one module per layer
                 E = F = [add(k)] * len(groups)
             elif sharing == "headwise":  # two modules per layer
@@ -484,7 +489,7 @@ class Projections(nn.ModuleList):
         for module in self:
             E = module(seq_len, windows)
             # In a layer with shift s, token r uses row max(r - s, 0): prepend copies of row 0, then slice.
-            weights.append(torch.cat([E[:1].expand(max_shift, *E.shape[1:]), E]) if max_shift else E)
+            weights.append(E if E is None or not max_shift else torch.cat([E[:1].expand(max_shift, *E.shape[1:]), E]))
 
         masks: dict[tuple[int, int], Tensor | None] = {}  # live slots by k and shift
         rotations: dict[tuple[int, int, int], Rotation | None] = {}  # of projected keys, by module, k and shift
@@ -496,7 +501,7 @@ class Projections(nn.ModuleList):
                 for module_id, (k, heads) in zip(ids, groups, strict=True):
                     projection: Any = self[module_id]
                     E = weights[module_id]
-                    if max_shift:
+                    if max_shift and E is not None:
                         E = E.narrow(0, max_shift - shift, seq_len)
                     if isinstance(projection, LinearProjection):
                         E = projection.add_samples(E, shift) if projection.init == "sample" else E
