@@ -49,7 +49,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     _flush(folder.parent)
 
 
-def write_file(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
