@@ -155,6 +155,10 @@ def test_bombs(tmp_path):
         assert (tmp_path / name).stat().st_size < 50_000
         with refused(f"{name}, line {line}: a row has more than 16,777,216 characters"):
             list(documents(tmp_path / name))
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 2**29}]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a", filters=filters))
+    with refused("a.txt.xz is damaged or not what its name says: Memory usage limit exceeded"):
+        list(documents(tmp_path / "a.txt.xz"))
     parquet([big + "a"], tmp_path / "a.parquet", compression="zstd")
     with refused("a.parquet would expand "):
         list(documents(tmp_path / "a.parquet"))

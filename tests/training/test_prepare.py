@@ -369,9 +369,10 @@ def test_random_kills(kills, prepared, source, tmp_path):
         out.mkdir()
         (out / "notes.txt").write_text("mine")
         while killed < kills and not (out / "manifest.json").exists():
+            (out / ".lock").unlink(missing_ok=True)
             child = CONTEXT.Process(target=run, args=([source], out), kwargs={"shard_tokens": 1000})
             child.start()
-            # The first file shows that the child has started.
+            # Its first file shows that it has started.
             while child.is_alive() and not (out / ".lock").exists():
                 child.join(1e-3)
             child.join(chance.random() * 0.4)
