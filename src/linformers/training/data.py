@@ -60,7 +60,7 @@ def open_text(path: Path, errors: str = "replace") -> Iterator[TextIO]:
     with raw, decompress(raw) as content:
         try:
             if decompress is lzma.open:
-                lzma.LZMADecompressor(memlimit=XZ_MEMORY).decompress(raw.peek(), max_length=0)
+                lzma.LZMADecompressor(memlimit=XZ_MEMORY).decompress(raw.peek(), max_length=1)
             # utf-8-sig drops the byte order mark that some editors write.
             yield io.TextIOWrapper(content, encoding="utf-8-sig", errors=errors, newline="")
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, csv.Error) as error:
