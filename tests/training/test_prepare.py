@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from linformers import files
 from linformers.training import checkpoints, prepare
 from linformers.training.corpus import Corpus
 
@@ -321,8 +322,8 @@ def test_memory_does_not_grow_with_the_corpus(prepared, tmp_path):
 
 def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatch):
     """What is left is not a corpus and has no broken shard; the next run removes it."""
-    shards, flush = len(list(prepared.glob("*.bin"))), checkpoints._flush
-    before = 2 + len(list((prepared / "tokenizer").iterdir()))  # the tokenizer's files and folders come first
+    shards, flush = len(list(prepared.glob("*.bin"))), files._flush
+    before = 3 + len(list((prepared / "tokenizer").iterdir()))  # the tokenizer's files and folders come first
     for number in (1, before, before + 1, before + 4, before + shards, before + shards + 1):
         out, flushed = tmp_path / str(number), []
 
@@ -332,10 +333,10 @@ def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatc
             if len(flushed) == number:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(checkpoints, "_flush", die)
+        monkeypatch.setattr(files, "_flush", die)
         with pytest.raises(KeyboardInterrupt):
             run([source], out, shard_tokens=1000)
-        monkeypatch.setattr(checkpoints, "_flush", flush)
+        monkeypatch.setattr(files, "_flush", flush)
         left = {path.name for path in out.glob("*") if path.is_file()}
         complete = [name for name in left if name.endswith(".bin")]
         assert len(complete) == max(0, number - before - 1)

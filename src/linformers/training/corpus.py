@@ -16,8 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..checks import is_number
 from ..errors import UserError
-from ..files import parse_json, read_bytes, read_json
-from .checkpoints import damage, file_damage, write_file
+from ..files import damage, file_damage, parse_json, read_bytes, read_json, write_file
 
 FORMAT = 2
 MANIFEST = "manifest.json"
