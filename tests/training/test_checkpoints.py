@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from linformers import files
 from linformers.training import checkpoints, trainer
 
 from ..forks import CONTEXT
@@ -57,14 +59,47 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
     flip(run / "checkpoint-24" / "model.safetensors")
     assert small.train(small.recipe(corpus, run)) == 0
     small.assert_same_run(run, finished)
-    assert checkpoints.damage(run / "checkpoint-24") is None
+    assert files.damage(run / "checkpoint-24") is None
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "training.json"])
+def test_a_checkpoint_with_nested_json_is_refused(name, corpus, run):
+    (run / "checkpoint-24" / name).write_text('{"a":' * 10**5)
+    files.write_manifest(run / "checkpoint-24")
+    with refused(f"{name} is damaged: its lists and objects are nested more than 64 deep"):
+        small.train(small.recipe(corpus, run))
 
 
 def test_damage_of_the_manifest(tmp_path):
-    assert "manifest.json is missing" in checkpoints.damage(tmp_path)
-    for wrong in ("{", "[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
+    assert "manifest.json is missing" in files.damage(tmp_path)
+    for wrong in ("{", "[]", "{}", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
         (tmp_path / "manifest.json").write_text(wrong)
-        assert "not a list of files" in checkpoints.damage(tmp_path)
+        assert "manifest.json is damaged: it is not" in files.damage(tmp_path)
+
+
+def test_verify_names_what_is_damaged_until_it_is_accepted(run, corpus, capsys):
+    folder = run / "checkpoint-24"
+    checkpoints.verify(folder, False, Console())
+    assert {line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()} == {
+        f"{path.name} is intact" for path in folder.iterdir() if path.name != "manifest.json"
+    }
+    flip(folder / "training.json")
+    (folder / "optimizer.safetensors").unlink()
+    with refused(f"folder='{folder}' is damaged; restore it or, if it was changed on purpose, run: linformers verify"):
+        checkpoints.verify(folder, False, Console())
+    shown = capsys.readouterr().out
+    assert shown.count("is intact") == len(list(folder.iterdir())) - 2
+    assert f"{folder / 'training.json'} has sha256" in shown
+    assert f"{folder / 'optimizer.safetensors'} is missing" in shown
+    checkpoints.verify(folder, True, small.QUIET)
+    assert files.damage(folder) is None
+    (folder / "manifest.json").unlink()
+    with refused("has no manifest.json; to write one, run"):
+        checkpoints.verify(folder, False, small.QUIET)
+    with refused("is the folder of an unfinished run"):
+        checkpoints.verify(run, True, small.QUIET)
+    with refused("holds no model"):  # but tokens, with a manifest of another kind
+        checkpoints.verify(corpus, True, small.QUIET)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):
@@ -82,7 +117,7 @@ def test_full_disk(corpus, tmp_path, monkeypatch):
     assert "No space left" in str(error.value)
     assert "step 5" in str(error.value)
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-5"]
-    assert checkpoints.damage(tmp_path / "checkpoint-5") is None
+    assert files.damage(tmp_path / "checkpoint-5") is None
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -108,7 +143,7 @@ def test_folder_appears_complete_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write_folder(tmp_path / "checkpoint-1", fill)
+        files.write_folder(tmp_path / "checkpoint-1", fill)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +176,7 @@ def test_folder_of_another_run(tmp_path):
         claim(model={"k": 3}, seed=1)
     with refused("holds a run of linformers pretrain"):
         claim("finetune")
-    for content in ("", "{}", "[]"):
+    for content in ("", "{}", "[]", '{"a":' * 10**5):
         (tmp_path / "run.json").write_text(content)
         with refused("run.json is damaged"):
             claim()
