@@ -86,6 +86,19 @@ def test_wrong_arguments_of_predict(tuned, model, tmp_path):
         answers(unfinished, [])
 
 
+def test_the_code_of_a_tokenizer_never_runs(model, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(model, tmp_path / "copy"))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
+    )
+    (folder / "manifest.json").unlink()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers would ask here
+    with refused("its tokenizer does not load"):
+        predict.predict(folder, None, io.StringIO())
+    assert not (tmp_path / "trace").exists()
+
+
 @pytest.mark.parametrize("kind", ["model", "checkpoint-24"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_damaged_models_are_named(kind, name, model, corpus, tmp_path):
