@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -143,3 +144,17 @@ def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
         evaluate(classifier, task=str(table))
     with refused("has the labels ['dogs', 'trees'], task 'sst2' has"):
         evaluate(classifier, task="sst2", data=tmp_path)
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_number_of_lines(model):
+    program = """
+import os, resource, sys
+from pathlib import Path
+from linformers.training import predict
+with open(os.devnull, "w") as out:
+    predict.predict_lines(Path(sys.argv[1]), (f"the {i} <mask>" for i in range(200_000)), out)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+    result = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 700e6
