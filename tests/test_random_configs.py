@@ -70,7 +70,7 @@ def random_fields(random):
         "initial_self_score": (None, 1.0, 6.5, *config.RANGES["initial_self_score"]),
         "initializer_range": (0.02, *config.RANGES["initializer_range"]),
         "layer_norm_eps": (1e-5, *config.RANGES["layer_norm_eps"]),
-        "hidden_dropout_prob": (0.0, 0.1, 0.99),
+        "hidden_dropout_prob": (0.0, 0.1, 0.5),
         "attention_probs_dropout_prob": (0.0, 0.1, 0.99),
         "classifier_dropout": (None, 0.5),
         "chunk_size_feed_forward": (0, 1, 5),
