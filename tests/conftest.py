@@ -1,11 +1,16 @@
 import gc
 import os
+import signal
 
 # Before torch computes anything: some virtual machines advertise AMX and trap on its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # With more threads than cores (pytest -n 2), OpenMP's spinning makes a small operation take 20 times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A script's background processes ignore Ctrl-C, and so would the commands that are tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest

@@ -25,6 +25,7 @@ def run_python(*arguments, **environment):
 def main(monkeypatch, *arguments):
     """Run the command line in this process; returns the exit code."""
     monkeypatch.setattr(sys, "argv", ["linformers", *map(str, arguments)])
+    monkeypatch.setattr(linformers_cli, "answer_interrupts", lambda: None)  # this process is not the command
     with pytest.raises(SystemExit) as ended:
         linformers_cli.main()
     return ended.value.code

@@ -164,7 +164,7 @@ class FineTuning:
     def report(self, command: str) -> None:
         """Write mean and deviation over the seeds, and the best model with its card."""
         task, out = self.task, self.out
-        seeds = [json.loads((out / f"seed-{s}" / "result.json").read_text()) for s in range(self.settings.seeds)]
+        seeds = [_result(out / f"seed-{seed}" / "result.json") for seed in range(self.settings.seeds)]
         results: dict[str, Any] = {
             "task": task.name,
             "reported_on": task.reported_on,
@@ -218,6 +218,15 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
         raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
     tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
     return tokenizer
+
+
+def _result(path: Path) -> dict[str, Any]:
+    """The scores of a seed."""
+    try:
+        result = json.loads(path.read_text())
+        return {name: result[name] for name in ("seed", "step", "validation_accuracy", "accuracy", "f1")}
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged: delete {path.parent} and run the command again") from None
 
 
 def _intact(folder: Path) -> Path:
