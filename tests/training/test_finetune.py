@@ -124,6 +124,14 @@ def test_finished_seeds_are_not_run_again_unless_their_weights_are_lost(tuned, t
         run(task, model, out)
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"seed": 0}'])
+def test_a_damaged_result_is_named(tuned, task, model, tmp_path, content):
+    shutil.copytree(tuned, tmp_path / "run")
+    (tmp_path / "run" / "seed-1" / "result.json").write_text(content)
+    with refused("seed-1/result.json is damaged: delete"):
+        run(task, model, tmp_path / "run")
+
+
 def test_folders_of_other_runs(tuned, task, model, corpus, tmp_path):
     out = Path(shutil.copytree(tuned, tmp_path / "copy"))
     with refused("learning_rate was 0.003 and is now 0.1"):
