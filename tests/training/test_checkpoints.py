@@ -94,7 +94,7 @@ def test_only_the_newest_are_kept(tmp_path):
     assert {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} == {"10", "8", "2", "8-copy"}
 
 
-def test_the_next_run_removes_what_kills_left(corpus, finished, run):
+def test_the_next_run_removes_what_kills_left(corpus, run):
     """A kill may come inside the last save, after which nothing is saved anymore."""
     for name in (".best.removed.unfinished", ".checkpoint-20.removed.unfinished", ".model.unfinished"):
         (run / "seed-0" / name).mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_the_next_run_removes_what_kills_left(corpus, finished, run):
 
 
 @pytest.mark.parametrize("content", [b"half of a li", b"\xff\xfe", b"3", b"foreign\n[]\n"])
-def test_foreign_lines_in_the_metrics_do_not_stop_a_run(corpus, finished, run, content):
+def test_foreign_lines_in_the_metrics_do_not_stop_a_run(corpus, run, content):
     """They are those of its checkpoint."""
     before = small.read_metrics(run)
     with (run / "metrics.jsonl").open("ab") as file:
@@ -118,7 +118,7 @@ def test_foreign_lines_in_the_metrics_do_not_stop_a_run(corpus, finished, run, c
     else:
         assert small.read_metrics(run) == before
     assert small.train(small.recipe(corpus, run)) == 0
-    assert (run / "model" / "README.md").read_text() == (finished / "model" / "README.md").read_text()
+    assert f"24 steps: {before[-1]['perplexity']:.2f}\n" in (run / "model" / "README.md").read_text()
 
 
 def test_random_state_is_restored():
