@@ -54,7 +54,7 @@ class FineTuning:
         return [folder for folder in out.glob("seed-*") if not (folder / "result.json").exists()]
 
     def compare(self, out: Path, straight: Path) -> None:
-        for name in ("results.json", "model/model.safetensors", "seed-1/best/model.safetensors"):
+        for name in ("seed-0/result.json", "seed-1/result.json", "model/model.safetensors"):
             assert (out / name).read_bytes() == (straight / name).read_bytes()
 
 
@@ -83,10 +83,16 @@ def ended(child: int) -> bool:
 
 def kill_inside_a_save(child: int, out: Path, delay: float) -> bool:
     """Kill a run `delay` seconds after an unfinished checkpoint appears; returns whether it was still being saved."""
+
+    def saving(inside: str) -> bool:
+        return any(
+            path for pattern in ("", "seed-*/") for path in out.glob(f"{pattern}.checkpoint-*.unfinished{inside}")
+        )
+
     while not ended(child):
-        if any(out.rglob(".checkpoint-*.unfinished/*")):
+        if saving("/*"):
             time.sleep(delay)
-            inside = any(out.rglob(".checkpoint-*.unfinished"))
+            inside = saving("")
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return inside
