@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -58,17 +59,18 @@ def run(arguments: list[str], out: Path, number: int = 0, delay: float = 0) -> t
     return process.returncode, errors, time.monotonic() - began
 
 
-def main(signals: int) -> dict[str, int]:
+def main(signals: int, names: Sequence[str] | None = None) -> dict[str, int]:
     chance, counts = random.Random(0), {"signals": 0, "too late": 0, "no 130": 0, "saved": 0, "lost steps at most": 0}
     with tempfile.TemporaryDirectory() as folder:
-        known = commands(Path(folder))
+        known = {name: arguments for name, arguments in commands(Path(folder)).items() if name in (names or [name])}
+        # Half of the signals go to training, where there is something to lose.
+        chosen = [*known, *({"pretrain", "finetune"} & known.keys()), *({"pretrain"} & known.keys())]
         seconds = {}
         for name, arguments in known.items():
             code, errors, seconds[name] = run(arguments, Path(folder) / f"{name}-straight")
             assert code == 0, errors
         while counts["signals"] < signals:
-            # Half of the signals go to training, where there is something to lose.
-            name = chance.choice([*known, "pretrain", "pretrain", "finetune"])
+            name = chance.choice(chosen)
             number = NUMBERS[counts["signals"] % len(NUMBERS)]
             out, delay = Path(folder) / f"{name}-{counts['signals']}", chance.uniform(START, seconds[name])
             code, errors, _ = run(known[name], out, number, delay)

@@ -14,7 +14,7 @@ from linformers.training import checkpoints, trainer
 
 from ..forks import CONTEXT
 from ..modes import refused
-from . import small
+from . import interrupts, small
 
 
 @pytest.fixture
@@ -190,9 +190,19 @@ def test_folder_of_another_run(tmp_path):
     ],
 )
 def test_kills(kind, kills, inside):
+    """Each kind of run loses nothing, leaves nothing behind and ends as without a kill."""
     command = [sys.executable, "-m", "tests.training.kills", kind, str(kills), str(inside)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     counts = json.loads(result.stdout.splitlines()[-1])
     assert counts["kills"] >= kills
     assert counts["inside a save"] >= inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "names"), [(3, ["pretrain"]), pytest.param(100, None, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_signals_at_random_moments(signals, names):
+    counts = interrupts.main(signals, names)
+    assert counts["signals"] == signals
