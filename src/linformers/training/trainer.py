@@ -180,6 +180,11 @@ class ExactTrainer(Trainer):
                 wrapped.worker_init_fn = functools.partial(_ignore_signals, wrapped.worker_init_fn)
         return loader
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        loader = super().get_eval_dataloader(eval_dataset)
+        self.accelerator._dataloaders.remove(loader)  # which would keep one of each validation
+        return loader
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._labels = num_items_in_batch
         return super().training_step(model, inputs, num_items_in_batch)
