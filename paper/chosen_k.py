@@ -66,13 +66,10 @@ def collect(work: Workspace) -> dict[str, Any]:
     choice = results.get(CHOICE)
     if choice is None:
         return {"runs": {}}
-    costs = choice.get("costs", [{"seconds": None}] * len(choice["choices"]))  # recorded by earlier versions
-    seconds = {name: cost["seconds"] for name, cost in zip(choice["choices"], costs, strict=True)}
     rows = {
         name: {
             "lengths": lengths,
             "mean": sum(lengths) / len(lengths),
-            "time": seconds[name] and seconds[name] / seconds["uniform"],
             "perplexity": results.get(f"chosen_k/{name}", {}).get("perplexity"),
         }
         for name, lengths in choice["choices"].items()

@@ -296,7 +296,7 @@ def bench(work: Workspace, name: str, options: Sequence[str]) -> tuple[dict[str,
     out = work.runs / name
     command("bench", *options, "--out", str(out))
     found = json.loads((out / "efficiency.json").read_text())
-    return origin(found), found["lengths"]
+    return origin(found), found["cells"]
 
 
 def scale(s: float, n: int, k: int) -> str:

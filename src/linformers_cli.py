@@ -35,7 +35,7 @@ Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkp
 StartModel = Annotated[
     Path | None, typer.Option(**FOLDER, help="Folder of a model.", show_default="the bundled English model")
 ]
-Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the data.")]
+Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the tasks or of a prepared corpus.")]
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
@@ -47,7 +47,9 @@ Length = Annotated[
     int | None, typer.Option(help="Tokens per passage, n.", show_default="512, or the model's maximum if smaller")
 ]
 Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")]
-Sharing = Annotated[str, typer.Option(help="How E and F are shared: none, headwise, key-value or layerwise.")]
+Sharing = Annotated[
+    str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
+]
 Out = Annotated[Path, typer.Option(help="Output folder.")]
 
 
@@ -100,7 +102,8 @@ def options(
 @app.command()
 def prepare(
     sources: Annotated[
-        list[str], typer.Argument(help="Files or folders of text, jsonl, csv or parquet; or datasets on the hub.")
+        list[str],
+        typer.Argument(help="Files or folders of text, jsonl, csv or parquet; or datasets on the Hugging Face Hub."),
     ],
     out: Annotated[Path, typer.Option(help="Output folder for the tokenizer and the tokens.")],
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 16384,
@@ -108,7 +111,9 @@ def prepare(
         str | None, typer.Option(help="Folder or hub name of a tokenizer to use instead of training one.")
     ] = None,
     validation: Annotated[list[str] | None, typer.Option(help="File or folder to hold out; can be repeated.")] = None,
-    validation_share: Annotated[float, typer.Option(help="Or share of documents to hold out.")] = 0.005,
+    validation_share: Annotated[
+        float, typer.Option(help="Share of documents to hold out, if --validation is not given.")
+    ] = 0.005,
     text_column: TextColumn = "text",
     tokenizer_documents: Annotated[int, typer.Option(min=1, help="Documents to train the tokenizer on.")] = 12000,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")] = None,
@@ -153,7 +158,7 @@ def finetune(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
     max_length: Annotated[int, typer.Option(help="Maximum tokens per text; 0 for the model's maximum.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
-    compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (on a GPU, if it pays).")] = "auto",
+    compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (if worthwhile).")] = "auto",
 ) -> None:
     """Fine-tune a model on a labeled task and report accuracy and F1 over several seeds."""
     options = {**locals()}
@@ -206,7 +211,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 600,
     out: Out = Path("runs/demo"),
 ) -> None:
-    """Measure and pretrain Linformers beside a Transformer: three to five minutes on two cores, offline."""
+    """Measure and pretrain Linformers and a comparable Transformer: three to five minutes on two cores, offline."""
     from linformers import demo
 
     raise typer.Exit(demo.run(steps, out, _console()))
@@ -225,12 +230,16 @@ def bench(
     dropout: Annotated[float, typer.Option(help="Dropout during training.")] = 0.0,
     compile: Annotated[bool, typer.Option("--compile", help="Also measure compiled models; takes minutes.")] = False,
     batches: Annotated[bool, typer.Option("--batches", help="Find the largest batch that fits on the GPU.")] = False,
-    memory: Annotated[int | None, typer.Option(min=1, help="GiB for the largest batch.", show_default="all")] = None,
+    memory: Annotated[
+        int | None, typer.Option(min=1, help="GPU memory in GiB for --batches.", show_default="all")
+    ] = None,
     windows: Annotated[str, typer.Option(help="Local windows w to measure too, separated by commas.")] = "",
-    models: Annotated[str, typer.Option(help="Models to measure.")] = "unfused,roberta,twin,linformer",
+    models: Annotated[
+        str, typer.Option(help="Of linformer, twin, unfused and roberta.")
+    ] = "unfused,roberta,twin,linformer",
     out: Out = Path("runs/bench"),
 ) -> None:
-    """Measure time and memory over n and k, beside the Transformers you would use instead."""
+    """Measure time and memory for each n and k, compared with standard Transformers."""
     options = {**locals(), "tokens": tokens or None, "task": task.split(","), "models": models.split(",")}
     options |= {"lengths": whole_numbers("--lengths", lengths), "projected": whole_numbers("--projected", projected)}
     options["windows"] = whole_numbers("--windows", windows) if windows else []
@@ -265,7 +274,7 @@ def choose_k(
     model: Encoder,
     text: Texts,
     energy: Annotated[float | None, typer.Option(help="Share of P's squared singular values to keep.")] = None,
-    budget: Annotated[int | None, typer.Option(help="Or the mean k to spend.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Mean k to choose, instead of --energy.")] = None,
     per: Annotated[str, typer.Option(help="Choose one k per layer or per head.")] = "layer",
     sharing: Sharing = "headwise",
     length: Length = None,

@@ -1,4 +1,4 @@
-r"""Multi-head linear attention, equation 7: $\mathrm{softmax}(Q W_Q (E^T K W_K)^T / \sqrt{d})\, F^T V W_V$."""
+r"""Multi-head linear attention, equation 7: $\mathrm{softmax}(Q W_Q (E^T K W_K)^T / \sqrt{d_{head}})\, F^T V W_V$."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from .projections import (
     LayerProjection,
     MixedProjection,
     Projections,
-    is_identity,
     join_heads,
     project,
     select_heads,
@@ -89,7 +88,7 @@ class ProjectedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `x` (b, n, d) to its own projection, or to that of `context` (b, m, d).
 
-        Padding is 0. Rows are sorted by rank (real tokens first) unless `ranks` is given.
+        `x` and `context` must be 0 at padding. Rows are sorted by rank (real tokens first) unless `ranks` is given.
 
         Args:
             x: the source of the queries and, without `context`, of the keys and values.
@@ -105,7 +104,7 @@ class ProjectedAttention(nn.Module):
             (b, h, n, k + 2w + 1): the projected keys, then the exact ones from w positions before the query to w after.
         """
         source, source_ranks = (x, ranks) if context is None else (context, context_ranks)
-        if source_ranks is not None and is_identity(E):  # each token is a key, in any order
+        if source_ranks is not None and E.is_identity:  # each token is a key, in any order
             E = E._replace(mask=source_ranks.mask[:, None, None])
         elif source_ranks is not None:
             source = reorder(source, source_ranks.order)
@@ -135,7 +134,9 @@ class ProjectedAttention(nn.Module):
         lengths: Tensor | None,
         attn_implementation: str,
     ) -> tuple[Tensor, Tensor | None]:
-        r"""$\mathrm{softmax}(Q K^T / \sqrt{d})\,V$ as `reference.attend` and `reference.attend_locally` define it.
+        r"""Attention as `reference.attend` and, with `near`, `reference.attend_locally` define it.
+
+        E has the mask of slots and, if heads differ in k, their groups.
 
         Returns:
             The result (b, n, h, d_head) and, with `attn_implementation="eager"`, $\bar P$.
@@ -211,7 +212,7 @@ class LinformerAttention(ProjectedAttention):
         dropout: float = 0.0,
         attn_implementation: str = "triton",
     ) -> None:
-        hidden_size, num_heads, max_length, window_shift, local_window = checks.plain(
+        hidden_size, num_heads, max_length, window_shift, local_window = checks.to_builtin(
             (hidden_size, num_heads, max_length, window_shift, local_window)
         )
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("max_length", max_length)):
@@ -224,7 +225,7 @@ class LinformerAttention(ProjectedAttention):
         if projection_scale is not None:
             checks.check_positive("projection_scale", projection_scale, " or None")
         check_local_window(local_window, projection)
-        lengths = checks.plain(projected_length)
+        lengths = checks.to_builtin(projected_length)
         check_one_per("projected_length", lengths, "head", num_heads)
         if not isinstance(lengths, list):
             lengths = [lengths] * num_heads

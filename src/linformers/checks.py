@@ -68,10 +68,10 @@ def did_you_mean(name: str | None) -> str:
     return f"; did you mean {name!r}?" if name else ""
 
 
-def plain(value: Any) -> Any:
+def to_builtin(value: Any) -> Any:
     """Convert tuples and arrays to lists, and NumPy numbers to Python's: what JSON can hold."""
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [to_builtin(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -65,7 +65,7 @@ class LinformerConfig(PreTrainedConfig):
     Args:
         max_position_embeddings: n, the longest input (exactly n; RoBERTa's value includes an offset of 2).
         projected_length: k, the number of projected keys and values. One number, one per layer, or one per layer and
-            head. `None` means 256, or less where n is smaller.
+            head. `None` means min(256, n); for mean, max and conv, the largest divisor of n that is at most 256.
         sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
             `"headwise"`: one E and one F per layer; `"key-value"`: one E = F per layer; `"layerwise"`: one E for the
             whole model.
@@ -75,11 +75,11 @@ class LinformerConfig(PreTrainedConfig):
         local_window: w. In the same softmax, each query also attends to the exact keys at most w positions away. One
             number, or one per layer; 0 is the paper's model.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"gaussian"` as $N(0, 1/n)$.
-        shifted_windows: whether the initial windows of E start at a different token in each layer. `False` is the
-            paper's model.
-        projection_scale: c, the learning rate of E relative to that of the other weights:
-            $E = E_0 + s \Delta$ with $s = c\,k/n$. `None` means 1.2 if all layers share E and there is no local
-            window, and 0.12 otherwise; it is resolved when a model is built.
+        shifted_windows: whether the pooling windows that E starts with begin at a different token in each layer.
+            `False` is the paper's model.
+        projection_scale: c, which sets how fast E learns: $E = E_0 + s \Delta$ with $s = c\,k/n$. Under an optimizer
+            like Adam, E changes s times as fast as the other weights. `None` means 1.2 if all layers share E and
+            there is no local window, and 0.12 otherwise; it is resolved when a model is built.
         position_init: position embeddings are learned and start as sines and cosines with wavelengths up to 2πn tokens
             (`"waves"`) or 20,000π tokens (`"sinusoidal"`, Vaswani et al., 2017), or as noise (`"normal"`, RoBERTa).
         initial_self_score: if set, the key weights start as a copy of the query weights, scaled so that a token's
@@ -88,6 +88,7 @@ class LinformerConfig(PreTrainedConfig):
         norm_first: LayerNorm before each block and after the last one (pre-norm) instead of RoBERTa's post-norm.
         classifier_pooling: sequence classification uses the first real token (`"cls"`) or the `"mean"` of all of them.
         sparse_prediction: masked-language modeling computes logits at labeled positions only.
+        chunk_size_feed_forward: tokens of a batch per chunk of the feed-forward network, without gradients; 0: 16,384.
     """
 
     model_type = "linformer"
@@ -129,7 +130,7 @@ class LinformerConfig(PreTrainedConfig):
         self._refuse_misspelled(kwargs)
         self._check_labels(kwargs)
         for name in (*SIZES, "projected_length", "local_window"):
-            setattr(self, name, checks.plain(getattr(self, name)))
+            setattr(self, name, checks.to_builtin(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
 

@@ -29,16 +29,16 @@ from .checks import check_tensor, did_you_mean, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .errors import UserError
 from .ops.gelu import gelu
-from .ops.linear_gelu import linear_gelu, serves
+from .ops.linear_gelu import linear_gelu, use_linear_gelu
 from .ops.ranks import Ranks, reorder, zero_padding
-from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, is_plain
+from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
 from .resizing import check_checkpoint, refuse_other_length, resize_length
 
 logger = logging.get_logger(__name__)
 
 IGNORED = -100  # the label of a position that does not count, as everywhere in transformers
 
-# Keyword arguments of transformers that an encoder understands, and those that a Linformer must refuse.
+# Keyword arguments that `forward` accepts (`num_items_in_batch` is for the loss of a head), and those that it refuses.
 KNOWN_ARGUMENTS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch")
 REFUSED_ARGUMENTS = {
     "is_causal": NO_CAUSAL,
@@ -106,7 +106,7 @@ class LinformerEmbeddings(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with an activation in between, applied to each token.
 
-    The tensor between them is the largest of the model. Without gradients, tokens go through in chunks to save memory.
+    The tensor in between is the largest of the model. Without gradients, tokens go through in chunks to save memory.
     """
 
     chunk_size = 16384  # tokens: enough to keep a GPU busy
@@ -125,7 +125,7 @@ class FeedForward(nn.Module):
         in_chunks = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if in_chunks and x.shape[:-1].numel() > self.chunk_size:
             return torch.cat([self(chunk) for chunk in x.flatten(0, -2).split(self.chunk_size)]).view_as(x)
-        if self.activation is gelu and serves(x, linear) and is_plain(linear, x):
+        if self.activation is gelu and use_linear_gelu(x, linear) and can_use_weights(linear, x):
             return self.output(linear_gelu(x, linear.weight, linear.bias))
         return self.output(self.activation(linear(x)))
 
@@ -163,12 +163,12 @@ class LinformerLayer(GradientCheckpointingLayer):
         attn_implementation: str,
     ) -> Tensor:
         """Map hidden states (b, n, d) to hidden states; see `ProjectedAttention.forward` for the arguments."""
-        attend = {"lengths": lengths, "ranks": ranks, "attn_implementation": attn_implementation}
+        options = {"lengths": lengths, "ranks": ranks, "attn_implementation": attn_implementation}
         if self.norm_first:
-            attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **attend)
+            attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **options)
             x = x + self.dropout(attended)
             return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
-        attended, _ = self.attention(x, E, F, **attend)
+        attended, _ = self.attention(x, E, F, **options)
         x = self.attention_norm(x + self.dropout(attended))
         return zero_padding(self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), mask)
 
@@ -347,17 +347,14 @@ class LinformerModel(LinformerPreTrainedModel):
         inputs_embeds: Tensor | None,
         kwargs: dict[str, Any],
     ) -> None:
-        """Check the arguments of `forward`, and drop unused ones (`None` or `False`)."""
-        for name, value in list(kwargs.items()):
-            if name in KNOWN_ARGUMENTS:
+        """Check the arguments of `forward`."""
+        for name, value in kwargs.items():
+            if name in KNOWN_ARGUMENTS or value is None or value is False:
                 continue
-            if value is None or value is False:
-                del kwargs[name]
-            elif name in REFUSED_ARGUMENTS:
+            if name in REFUSED_ARGUMENTS:
                 raise UserError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
-            else:
-                names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
-                raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(nearest_name(name, names))}")
+            names = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds", *KNOWN_ARGUMENTS)
+            raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(nearest_name(name, names))}")
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -380,7 +377,7 @@ class LinformerModel(LinformerPreTrainedModel):
 
 
 class MaskedLMHead(nn.Module):
-    """From hidden states to scores of all words, through the (tied) word embeddings."""
+    """Maps hidden states to logits over the vocabulary, by default with the weights of the word embeddings."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
@@ -393,7 +390,7 @@ class MaskedLMHead(nn.Module):
 
 
 class LinformerForMaskedLM(LinformerPreTrainedModel):
-    """Linformer that predicts masked words."""
+    """Linformer with a masked-language-modeling head."""
 
     _tied_weights_keys: ClassVar = {"head.decoder.weight": "linformer.embeddings.word_embeddings.weight"}
 
@@ -419,16 +416,16 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Score the words at each position; see `LinformerModel.forward` for the other arguments.
+        """Compute the logits of each position; see `LinformerModel.forward` for the other arguments.
 
         Args:
-            labels: the words to predict, (b, n), with -100 where nothing is to be predicted. With
+            labels: the token ids to predict, (b, n), and -100 at positions that do not count. With
                 `config.sparse_prediction`, the logits are those of the labeled positions, (labeled, vocab).
         """
         outputs = self.linformer(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         hidden_states = outputs.last_hidden_state
         if labels is not None:
-            labels = check_labels("labels", labels, hidden_states.shape[:2], self.config.vocab_size)
+            labels = checked_labels("labels", labels, hidden_states.shape[:2], self.config.vocab_size)
             labels = labels.to(hidden_states.device)
         if labels is not None and self.config.sparse_prediction:
             labeled = (labels != IGNORED).flatten().nonzero().squeeze(1)
@@ -441,7 +438,7 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
 
 
 class ClassificationHead(nn.Module):
-    """From one hidden state per text to scores of all labels."""
+    """Maps one hidden state per text to the logits of all classes."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
@@ -455,7 +452,7 @@ class ClassificationHead(nn.Module):
 
 
 class LinformerForSequenceClassification(LinformerPreTrainedModel):
-    """Linformer that labels or scores a whole text."""
+    """Linformer with a sequence-classification or regression head."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__(config)
@@ -474,7 +471,7 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Score the labels of each text; see `LinformerModel.forward` for the other arguments.
+        """Compute the logits of each text; see `LinformerModel.forward` for the other arguments.
 
         Args:
             labels: class ids (b,), or values (b,) where `config.num_labels` is 1, or (b, labels) for several at once:
@@ -488,12 +485,12 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         logits = self.classifier(pool(hidden_states, attention_mask))
         loss = None
         if labels is not None:
-            labels = self.check_labels(labels, logits)
+            labels = self.checked_labels(labels, logits)
             kwargs = counted(labels, kwargs)
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
-    def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
+    def checked_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Class ids (b,), values (b,) where there is one label, or floats (b, labels) for several at once."""
         batch, count = logits.shape
         kind = self.config.problem_type
@@ -508,11 +505,11 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         if count == 1:
             check_tensor("labels", labels, (batch,))
             return labels
-        return check_labels("labels", labels, (batch,), count)
+        return checked_labels("labels", labels, (batch,), count)
 
 
 class LinformerForTokenClassification(LinformerPreTrainedModel):
-    """Linformer that labels each token."""
+    """Linformer with a token-classification head."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__(config)
@@ -532,7 +529,7 @@ class LinformerForTokenClassification(LinformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
-        """Score the labels of each token; see `LinformerModel.forward` for the other arguments.
+        """Compute the logits of each token; see `LinformerModel.forward` for the other arguments.
 
         Args:
             labels: class ids, (b, n), with -100 where a token does not count.
@@ -541,13 +538,13 @@ class LinformerForTokenClassification(LinformerPreTrainedModel):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            labels = check_labels("labels", labels, logits.shape[:2], self.num_labels)
+            labels = checked_labels("labels", labels, logits.shape[:2], self.num_labels)
             loss = self.loss_function(logits, labels, self.config, **counted(labels, kwargs))
         return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
 class LinformerForQuestionAnswering(LinformerPreTrainedModel):
-    """Linformer that finds the span of a text that answers a question."""
+    """Linformer with an extractive question-answering head."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__(config)
@@ -567,7 +564,7 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
         end_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        """Score each token as start and end of the answer; see `LinformerModel.forward` for the other arguments.
+        """Compute the logits of the start and end of the answer; see `LinformerModel.forward` for the other arguments.
 
         Args:
             start_positions: the index of the first token of the answer, (b,); n or more if it is not in the text.
@@ -581,15 +578,15 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
             raise UserError(f"{missing} is missing: an answer has a start and an end")
         if start_positions is not None and end_positions is not None:
             batch = start_logits.shape[:1]
-            start_positions = check_labels("start_positions", start_positions.flatten(), batch)
-            end_positions = check_labels("end_positions", end_positions.flatten(), batch)
+            start_positions = checked_labels("start_positions", start_positions.flatten(), batch)
+            end_positions = checked_labels("end_positions", end_positions.flatten(), batch)
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(
             loss, start_logits.contiguous(), end_logits.contiguous(), outputs.hidden_states, outputs.attentions
         )
 
 
-def check_labels(name: str, labels: Tensor, shape: Sequence[int], count: int | None = None) -> Tensor:
+def checked_labels(name: str, labels: Tensor, shape: Sequence[int], count: int | None = None) -> Tensor:
     """Labels as int64, once their shape, type and, on the CPU, their range have been checked."""
     check_tensor(name, labels, shape, "ids")
     if count is not None and labels.device.type == "cpu" and not torch.compiler.is_compiling():

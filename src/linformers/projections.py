@@ -18,7 +18,8 @@ T = TypeVar("T", int, Tensor)
 class Projection(nn.Module):
     r"""A map along the sequence from n tokens to k slots, $x \mapsto E^T x$: its weights and its arithmetic.
 
-    Token r belongs to slot $\lfloor r k / n \rfloor$. A slot is live if at least one real token belongs to it.
+    Token r belongs to slot $\lfloor r k / n \rfloor$. A slot is live if at least one real token belongs to it. The
+    paper assumes inputs of length n; for a shorter input, attention masks the slots that are not live.
 
     Args:
         max_length: n.
@@ -287,7 +288,7 @@ class SomeHeads(NamedTuple):
         return self.part(self.linear.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if is_plain(self.linear, x):
+        if can_use_weights(self.linear, x):
             return functional.linear(x, self.weight, self.bias)
         return self.part(self.linear(x), x.dim() - 1)
 
@@ -309,8 +310,9 @@ class ReadyProjection(NamedTuple):
         weights: E or a kernel, if there are weights.
         lengths: the number of real tokens of each row, (b,).
         mask: which slots are live, (b or 1, 1, 1, k); `None` if all of them are.
-        num_heads: h.
+        num_heads: the number of heads that this projection serves.
         commutes: whether E can be applied before W.
+        is_identity: whether each token is its own slot.
     """
 
     shorten: Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
@@ -320,6 +322,7 @@ class ReadyProjection(NamedTuple):
     mask: Tensor | None
     num_heads: int
     commutes: bool
+    is_identity: bool
 
     def __call__(self, x: Tensor, linear: Linear) -> Tensor:
         """$E^T (x W) + b$: (b, n, d) to (b, h, k, d_head)."""
@@ -343,13 +346,10 @@ class MixedProjection(NamedTuple):
     heads: tuple[tuple[int, ...], ...]
     slots: tuple[int, ...]
     mask: Tensor
+    is_identity: bool = False
 
 
 LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
-
-
-def is_identity(E: LayerProjection) -> bool:
-    return isinstance(E, ReadyProjection) and E.shorten.__func__ is IdentityProjection.shorten  # type: ignore[attr-defined]
 
 
 def project(x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
@@ -466,14 +466,15 @@ class Projections(nn.ModuleList):
                         mask = projection.slot_mask(seq_len, k, shift, lengths, device)
                         masks[k, shift] = None if mask is None else mask[:, None, None, :]
                     commutes = projection.commutes and (E is None or E.dim() == 2)
-                    live = masks[k, shift]
-                    parts.append(ReadyProjection(projection.shorten, k, E, lengths, live, len(heads), commutes))
+                    identity, live = isinstance(projection, IdentityProjection), masks[k, shift]
+                    part = ReadyProjection(projection.shorten, k, E, lengths, live, len(heads), commutes, identity)
+                    parts.append(part)
                 if len(parts) == 1:
                     E_and_F.append(parts[0])
                 else:
                     slots = [projection.num_slots(seq_len, k) for k, _ in groups]
                     E_and_F.append(mixed(parts, [heads for _, heads in groups], slots, device))
-            pairs.append((E_and_F[0], E_and_F[-1]))
+            pairs.append((E_and_F[0], E_and_F[-1]))  # the same one twice where E = F
         return pairs
 
 
@@ -522,7 +523,7 @@ def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
 
 def apply_without_bias(linear: Linear, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """$x W$ (b, h, n, d_head) and b (h, 1, d_head): the bias is added after projecting."""
-    if is_plain(linear, x):
+    if can_use_weights(linear, x):
         tokens, bias = functional.linear(x, linear.weight), linear.bias
     else:
         bias = linear(x.new_zeros(x.shape[-1]))
@@ -531,7 +532,7 @@ def apply_without_bias(linear: Linear, x: Tensor, num_heads: int) -> tuple[Tenso
     return tokens, bias.unflatten(0, (num_heads, 1, -1)).to(tokens.dtype)
 
 
-def is_plain(linear: Linear, tokens: Tensor) -> bool:
+def can_use_weights(linear: Linear, tokens: Tensor) -> bool:
     """Whether a layer can be computed from its weights; an adapted, offloaded or hooked layer must be called."""
     linear = linear.linear if isinstance(linear, SomeHeads) else linear
     hooked = linear._forward_hooks or linear._forward_pre_hooks

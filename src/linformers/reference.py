@@ -33,7 +33,8 @@ def linformer_attention(
     Args:
         x: the tokens, (n, d).
         query, key, value: W (d, d), which multiplies from the right, and b (d,).
-        E, F: restricted to the rows of x's tokens and the columns of live slots, (n, k) or per head (h, n, k).
+        E, F: (n, k) or per head (h, n, k), restricted to the rows of x's tokens and the columns of live slots: the
+            projected positions to which at least one token belongs.
         num_heads: h.
         window: w, or 0 for none.
 

@@ -45,7 +45,7 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     with torch.device("meta"):
         projections = Projections.from_config(new)
     for projection, source in zip(projections, base.projections, strict=True):
-        for like in source.parameters():  # one, or none
+        if (like := next(source.parameters(), None)) is not None:
             projection.to_empty(device=like.device).to(like.dtype).requires_grad_(like.requires_grad)
         projection.load_resized(source, cut)  # type: ignore[operator]
     base.projections = projections

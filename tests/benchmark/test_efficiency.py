@@ -29,14 +29,14 @@ def test_bench(tmp_path):
     result, record = bench(tmp_path, options, catch_exceptions=False)
     assert result.exit_code == 0
     assert {"command", "commit", "device", "torch", "transformers", "dtype"} <= record.keys()
-    assert [(cell["n"], cell["task"], cell["model"]) for cell in record["lengths"]] == [
+    assert [(cell["n"], cell["task"], cell["model"]) for cell in record["cells"]] == [
         (n, task, model)
         for n in (64, 128)
         for task in ("inference", "training")
         for model in (UNFUSED, ROBERTA, FUSED, "Linformer k=16", "Linformer k=32")
     ]
-    assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 for cell in record["lengths"])
-    assert {(cell["n"], cell["batch"]) for cell in record["lengths"]} == {(64, 4), (128, 2)}
+    assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 0 for cell in record["cells"])
+    assert {(cell["n"], cell["batch"]) for cell in record["cells"]} == {(64, 4), (128, 2)}
     assert all((tmp_path / f"{task}.png").stat().st_size > 1000 for task in ("inference", "training"))
     assert "Milliseconds, training" in result.output
 
@@ -45,7 +45,7 @@ def test_one_sequence_per_pass_and_local_windows(tmp_path):
     options = "--lengths 64 --projected 16 --tokens 0 --layers 1 --hidden 64 --models linformer --windows 4"
     result, record = bench(tmp_path, f"{options} --sharing headwise", catch_exceptions=False)
     assert result.exit_code == 0
-    measured = [(cell["model"], cell["batch"]) for cell in record["lengths"]]
+    measured = [(cell["model"], cell["batch"]) for cell in record["cells"]]
     assert measured == [("Linformer k=16", 1), ("Linformer k=16 w=4", 1)]
     assert record["sharing"] == "headwise"
     configs = model_configs(64, [16], models=["linformer"], windows=[4], **SMALL)
@@ -71,8 +71,8 @@ def test_where_nothing_fits_nothing_is_plotted(place, monkeypatch, tmp_path):
     options = "--lengths 64 --projected 16,32 --tokens 64 --layers 1 --hidden 64"
     result, record = bench(tmp_path, options, catch_exceptions=False)
     assert result.exit_code == 0
-    assert {cell["seconds"] for cell in record["lengths"]} == {None}
-    assert result.output.count("out of memory") == 2 * len(record["lengths"])
+    assert {cell["seconds"] for cell in record["cells"]} == {None}
+    assert result.output.count("out of memory") == 2 * len(record["cells"])
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -81,7 +81,7 @@ def test_what_was_measured_before_a_crash_is_kept(monkeypatch, tmp_path):
     options = "--lengths 64,128 --projected 16 --tokens 128 --layers 1 --hidden 64 --models linformer"
     result, record = bench(tmp_path, f"{options} --task inference,training")
     assert isinstance(result.exception, ZeroDivisionError)
-    assert [(cell["n"], cell["task"]) for cell in record["lengths"]] == [(64, "inference"), (64, "training")]
+    assert [(cell["n"], cell["task"]) for cell in record["cells"]] == [(64, "inference"), (64, "training")]
 
 
 def test_a_model_that_cannot_be_built_is_refused_before_measuring(monkeypatch, tmp_path):
@@ -137,7 +137,7 @@ def test_ratios_to_roberta_and_the_twin():
     cells = [*cells_of(f"{ROBERTA}, compiled", {64: 3.0, 128: 4.0}), *cells_of(FUSED, {64: 2.0, 128: None})]
     cells += [*cells_of("Linformer k=16", {64: 1.0, 128: 2.0}, 16), *cells_of("Linformer k=64", {128: 1.0}, 64)]
     (table, *_) = tables(cells, "inference")
-    assert table.title.endswith(f"(relative to {ROBERTA}, compiled / {FUSED})")
+    assert table.title.endswith(f"(times that of {ROBERTA}, compiled / {FUSED})")
     assert [list(column.cells) for column in table.columns[1:]] == [
         ["3,000.0", "2,000.0", "1,000.0 (0.33 / 0.50)", "–"],
         ["4,000.0", "out of memory", "2,000.0 (0.50 / –)", "1,000.0 (0.25 / –)"],

@@ -6,7 +6,7 @@ from torch import library, nn
 from torch.nn import functional
 
 from linformers import LinformerModel, modeling
-from linformers.ops.linear_gelu import FEWEST_TOKENS, _linear_gelu, linear_gelu, serves
+from linformers.ops.linear_gelu import FEWEST_TOKENS, _linear_gelu, linear_gelu, use_linear_gelu
 
 from .. import modes
 from .common import DEVICE, GPU_MARKS, ON_GPU
@@ -37,18 +37,18 @@ def test_operator():
     library.opcheck(_linear_gelu, tensors(40, 16, 32), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_serves():
+def test_when_the_kernel_is_used():
     linear = nn.Linear(64, 128, device="meta", dtype=torch.bfloat16)
     tokens = torch.empty(FEWEST_TOKENS, 64, device="meta", dtype=torch.bfloat16)
     with torch.no_grad():
-        assert not serves(tokens, linear)  # no GPU
+        assert not use_linear_gelu(tokens, linear)  # no GPU
         if ON_GPU and torch.cuda.get_device_capability() >= (9, 0):
             linear, tokens = linear.to_empty(device="cuda"), torch.zeros_like(tokens, device="cuda")
-            assert serves(tokens, linear)
-            assert not serves(tokens[:100], linear)
-            assert not serves(tokens.half(), linear)
-            assert not serves(tokens.float(), linear.float())
-    assert not serves(tokens, linear)  # with gradients
+            assert use_linear_gelu(tokens, linear)
+            assert not use_linear_gelu(tokens[:100], linear)
+            assert not use_linear_gelu(tokens.half(), linear)
+            assert not use_linear_gelu(tokens.float(), linear.float())
+    assert not use_linear_gelu(tokens, linear)  # with gradients
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -61,7 +61,7 @@ def test_models_give_the_same_results(compiled, monkeypatch):
     calls = []
     with torch.no_grad():
         expected = model(ids).last_hidden_state
-        monkeypatch.setattr(modeling, "serves", lambda tokens, linear: calls.append(tokens.shape) or True)
+        monkeypatch.setattr(modeling, "use_linear_gelu", lambda tokens, linear: calls.append(tokens.shape) or True)
         run = torch.compile(model, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager") if compiled else model
         result = run(ids).last_hidden_state
     assert len(calls) >= model.config.num_hidden_layers

@@ -48,7 +48,7 @@ def test_wrong_lines_do_not_stop_the_others(model):
     wrong = [None, "blank", "contains no <mask>", None, "after the first 32 tokens", "blank", None, "contains 2 <mask>"]
     for size in (1, 3, 32):
         out = io.StringIO()
-        with refused("line 3 contains no <mask>, expected exactly one; 2 more lines have errors"):
+        with refused("line 3 contains no <mask>, expected exactly one; 2 more with errors"):
             predict.predict_lines(model, lines, out, batch_size=size)
         rows = [json.loads(line) for line in out.getvalue().splitlines()]
         assert [row["text"] for row in rows] == lines

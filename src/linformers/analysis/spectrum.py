@@ -1,4 +1,4 @@
-"""The singular values of P in each layer and head of an encoder, averaged over passages (section 3.1 of the paper)."""
+"""The singular values of P in each layer and head of an encoder, averaged over passages (section 3 of the paper)."""
 
 from __future__ import annotations
 

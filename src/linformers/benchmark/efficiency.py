@@ -185,7 +185,7 @@ def run(
     cells: list[Cell] = []
     for measured in compare(lengths, projected, tasks=task, console=console, **options):
         cells += measured
-        text = json.dumps({**record, **options, "lengths": [asdict(cell) for cell in cells]}, indent=1)
+        text = json.dumps({**record, **options, "cells": [asdict(cell) for cell in cells]}, indent=1)
         (out / "efficiency.json").write_text(text + "\n")  # now, so that a crash loses nothing
     axis = f"sequence length n ({'one sequence' if tokens is None else f'{tokens:,} tokens'} per pass)"
     for kind in task:
@@ -203,8 +203,8 @@ def tables(cells: Sequence[Cell], task: str) -> Iterator[Table]:
     names, lengths = (list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in ("model", "n"))
     best = (next((name for name in (rival + COMPILED, rival) if name in names), None) for rival in (ROBERTA, FUSED))
     rivals = [name for name in best if name] or [name for name in names if name == UNFUSED]
-    relative = f" (relative to {' / '.join(rivals)})" if rivals else ""
-    values = {"milliseconds": "Milliseconds", "mebibytes": "MiB beside the weights", "largest_batch": "Largest batch"}
+    relative = f" (times that of {' / '.join(rivals)})" if rivals else ""
+    values = {"milliseconds": "Milliseconds", "mebibytes": "MiB without weights", "largest_batch": "Largest batch"}
 
     def text(cell: Cell | None, value: str) -> str:
         if cell is None or cell.seconds is None:

@@ -11,7 +11,7 @@ from .launch import Shapes, copy_back, plan, upcast_if_interpreted
 
 MAX_HEAD_DIM = 128
 
-# This many keys of up to 64 channels fit in registers, with their gradients and whole rows of P̄; half as many beyond.
+# With up to 64 channels, this many keys fit in registers with their gradients and whole rows of P̄; else half as many.
 MAX_REGISTER_KEYS = 128
 
 
@@ -32,13 +32,13 @@ def attend(
 
     Args:
         query: (b, h, n, d_head) with d_head up to 128. All tensors may have any strides.
-        key, value: Projected keys and values, (b, h, k, d_head).
-        near_key, near_value: With a local window, the exact keys and values, (b, h, n, d_head).
-        window: Each query attends to exact keys at most this many positions away.
-        mask: True for visible projected keys, (b or 1, h or 1, 1, k). If no key is visible, the output is 0.
-        lengths: Number of real tokens in each row, (b,). Exact keys from there on are masked.
-        scaling: Usually $d_{head}^{-1/2}$.
-        dropout: Dropout probability of the entries of $\bar P$.
+        key, value: projected keys and values, (b, h, k, d_head).
+        near_key, near_value: with a local window, the exact keys and values, (b, h, n, d_head).
+        window: each query attends to exact keys at most this many positions away.
+        mask: true for visible projected keys, (b or 1, h or 1, 1, k). If no key is visible, the output is 0.
+        lengths: number of real tokens in each row, (b,). Exact keys from there on are masked.
+        scaling: usually $d_{head}^{-1/2}$.
+        dropout: dropout probability of the entries of $\bar P$.
 
     Returns:
         The output of all heads, (b, n, h, d_head), contiguous.
@@ -55,7 +55,7 @@ def fits_in_registers(key: Tensor, near_key: Tensor | None = None) -> bool:
 
 
 def fits_on_chip(key: Tensor, near_key: Tensor | None = None) -> bool:
-    """Whether a program can keep all keys of a head on chip: in half precision also in two halves."""
+    """Whether a program can keep all keys of a head on chip. In half precision, it may process them in two halves."""
     halves = 2 if key.element_size() == 2 else 1
     return near_key is None and key.shape[2] <= halves * _max_register_keys(key)
 

@@ -18,7 +18,7 @@ FEWEST_TOKENS = 16384
 ROWS, COLUMNS, INNER, WARPS, STAGES, PROGRAMS = 128, 128, 64, 8, 3, 2
 
 
-def serves(tokens: Tensor, linear: nn.Linear) -> bool:
+def use_linear_gelu(tokens: Tensor, linear: nn.Linear) -> bool:
     """Whether `linear_gelu` can replace a linear layer and GELU: bfloat16 on Hopper or newer, without gradients."""
     return (
         tokens.is_cuda

@@ -31,8 +31,8 @@ def attend_locally(
     r"""Equals `reference.attend_locally`: each block of queries attends to all keys that one of them may see.
 
     Args:
-        attend: Maps queries, keys, values and a mask (b, 1, s, K) to the output (b, s, h, d_head) and $\bar P$ or None.
-        query, key, value, near_key, near_value, window, mask, lengths: As in `reference.attend_locally`.
+        attend: maps queries, keys, values and a mask (b, 1, s, K) to the output (b, s, h, d_head) and $\bar P$ or None.
+        query, key, value, near_key, near_value, window, mask, lengths: as in `reference.attend_locally`.
 
     Returns:
         The output (b, n, h, d_head) and, if `attend` returns it, $\bar P$ (b, h, n, k + 2w + 1): the projected keys,

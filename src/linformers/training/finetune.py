@@ -1,4 +1,4 @@
-"""Fine-tuning on a classification task over several seeds (section 5.2), without selecting on what is reported."""
+"""Fine-tuning on a classification task over several seeds (section 5.2)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def predict_lines(
                 wrong.append(f"line {number} {error}")
         out.flush()
     if wrong:
-        raise UserError(wrong[0] + (f"; {len(wrong) - 1} more lines have errors" if len(wrong) > 1 else ""))
+        raise UserError(wrong[0] + (f"; {len(wrong) - 1} more with errors" if len(wrong) > 1 else ""))
 
 
 def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: bool) -> str | None:

@@ -75,8 +75,8 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         console.print(f"{model} exists: this run is finished.", highlight=False)
         return 0
     if recipe.warmup_steps >= recipe.steps:
-        few = f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
-        console.print(few, style="yellow", highlight=False)
+        few = f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}"
+        console.print(f"{few}: the learning rate never reaches its peak", style="yellow", highlight=False)
     if (gpus := torch.cuda.device_count()) > 1 and arguments.world_size == 1:
         console.print(f"using 1 of {gpus} GPUs; torchrun --nproc_per_node={gpus} -m linformers … uses all of them")
     title, units = describe(trainer.model.config), recipe.batch_size * recipe.max_length

@@ -37,7 +37,7 @@ class Vocabulary:
 
 @dataclass(eq=False)
 class MaskedRows(Dataset):
-    """Rows of a corpus with 15% of the tokens to predict: 80% masked, 10% replaced, 10% kept (Devlin et al., 2019).
+    """Rows of a corpus with a share of tokens to predict: 80% masked, 10% replaced, 10% kept (Devlin et al., 2019).
 
     An epoch is a random permutation of all rows, cut from a random offset of the corpus. There is no state, so a
     resumed run, or one with another number of processes, sees the same rows.

@@ -65,8 +65,8 @@ def load(
 ) -> TaskData:
     """Load a named task, from its folder in `data` or from the hub, or the labeled table `task`.
 
-    Models are never selected on what is reported: they are selected on `validation` and reported on `test`. Without
-    `test`, they are reported on `validation`. What is missing is held out of the training set, 5% each.
+    `validation` selects the checkpoint, and `test`, or else `validation`, gives the reported score. Sets that are
+    missing are held out of the training set, 5% each.
     """
     if task in TASKS or not Path(task).suffix:
         check_choice("task", task, TASKS)

@@ -249,7 +249,7 @@ class _SignalCallback(TrainerCallback):
 
     def __init__(self, trainer: ExactTrainer) -> None:
         self.trainer, self.received = trainer, 0
-        self.known: AsyncScalar | None = None  # what any of several processes had received a step ago
+        self.known: AsyncScalar | None = None  # what any process had received one step earlier
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.restore_loss()

@@ -108,13 +108,13 @@ def add_key_gradients(
     queries, out_gradient, lse, delta, query_hashes, keys, values, bias, key_hashes, key_gradient, value_gradient,
     scale, threshold, rescale, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of queries to the gradients of keys and values; also return the gradient of the scores, (k, n).
+    """Add a tile of queries to the gradients of keys and values; also return the gradient of the scores.
 
     Keys are in the rows, so that P̄ᵀ and its gradient feed the next product without leaving registers.
     """
-    scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (k, n)
+    scores = tl.dot(keys, queries.T, input_precision=PRECISION) * scale  # (keys, BLOCK_N)
     if HAS_BIAS:
-        scores += bias  # (k, n) or (k, 1)
+        scores += bias  # broadcast over queries, or one for each entry
     probs = tl.exp2(scores - lse[None, :])
     gradient = tl.dot(values, out_gradient.T, input_precision=PRECISION)  # of P̄
     dropped = probs

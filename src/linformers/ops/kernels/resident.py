@@ -60,7 +60,7 @@ def forward_resident(
     first, last = query_range(split, splits, n, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = load_rows(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
-        products = tl.dot(queries, keys.T, input_precision=PRECISION)  # (n, k)
+        products = tl.dot(queries, keys.T, input_precision=PRECISION)  # (BLOCK_N, keys)
         if HAS_MASK or not EVEN_K:
             products += bias[None, :]
         probs, row_sum, row_max = _exp_scores(products, scale, HAS_MASK)
@@ -101,12 +101,12 @@ def backward_resident(
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         queries = load_rows(Q, start, q_n, q_d, n, rows, columns, D, EVEN)
         out_gradient = load_rows(DOUT, start, o_n, o_d, n, rows, columns, D, EVEN)
-        products = tl.dot(queries, keys.T, input_precision=PRECISION)  # (n, k)
+        products = tl.dot(queries, keys.T, input_precision=PRECISION)  # (BLOCK_N, keys)
         if HAS_MASK or not EVEN_K:
             products += bias[None, :]
         probs, row_sum, _ = _exp_scores(products, scale, HAS_MASK)
         probs = probs * (1.0 / row_sum)[:, None]
-        gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)  # of P̄, (n, k)
+        gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)  # of P̄, (BLOCK_N, keys)
         dropped = probs
         if DROPOUT:
             kept = survives(query_hash(seed, head_index, start + rows)[:, None], slot_hashes[None, :], threshold)

@@ -29,9 +29,9 @@ def _online_softmax(
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to the running row maximum, row sum and output."""
-    scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (BLOCK_N, keys)
     if HAS_BIAS:
-        scores += bias  # (n, k) or (1, k)
+        scores += bias  # broadcast over queries, or one for each entry
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     probs = tl.exp2(scores - shift[:, None])
@@ -102,9 +102,9 @@ def _add_query_gradient(
     scale, threshold, rescale, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the gradient of the queries."""
-    scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (n, k)
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION) * scale  # (BLOCK_N, keys)
     if HAS_BIAS:
-        scores += bias  # (n, k) or (1, k)
+        scores += bias  # broadcast over queries, or one for each entry
     probs = tl.exp2(scores - lse[:, None])
     gradient = tl.dot(out_gradient, values.T, input_precision=PRECISION)  # of P̄
     if DROPOUT:
