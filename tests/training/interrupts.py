@@ -92,4 +92,6 @@ def main(signals: int, names: Sequence[str] | None = None) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    for number in NUMBERS:  # started in the background or under nohup, commands would ignore some
+        signal.signal(number, signal.SIG_DFL)
     print(json.dumps(main(int(sys.argv[1]))))
