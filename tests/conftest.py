@@ -8,11 +8,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# In the background and under nohup, signals are ignored, and the commands that are tested would ignore them, too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-if hasattr(signal, "SIGHUP"):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 import hypothesis
 import pytest
 import torch
@@ -22,6 +17,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Each process of the compiler would import torch for many seconds.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# In the background and under nohup, signals are ignored, and the commands that are tested would ignore them, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Fixed cases in CI, so that a red run can be repeated; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
