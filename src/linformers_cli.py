@@ -10,13 +10,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+try:
+    import typer
+    from typer.core import TyperGroup
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -351,13 +355,31 @@ def _check_files(option: str, names: list[str]) -> None:
 def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # rich calls this where it caught a BrokenPipeError
-
     _quiet()
+    file: Any = _Output(sys.stderr if stderr else sys.stdout)
     # A file gets no control characters, whatever FORCE_COLOR says.
-    return Output(stderr=stderr, force_terminal=(sys.stderr if stderr else sys.stdout).isatty())
+    return Console(file=file, force_terminal=file.isatty())
+
+
+class _Output:
+    """Standard output or error; once its reader or terminal is gone, a command goes on, and what it prints is lost."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        return len(text)
+
+    def flush(self) -> None:
+        self.write("")
 
 
 def _quiet() -> None:
@@ -374,10 +396,27 @@ def _command() -> str:
     return shlex.join(["linformers", *sys.argv[1:]])
 
 
+def answer_interrupts() -> None:
+    """From now on, Ctrl-C ends the process at once and without a traceback; files are written atomically.
+
+    An exception might arise inside an import or a destructor, which print, replace or lose it. A signal that is ignored
+    from the start, as in the background of a script, stays ignored.
+    """
+
+    def stop(number: int, frame: Any, os: Any = os) -> None:  # `os` is bound until the interpreter ends
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")  # bars hide the cursor
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
+
+
 def main() -> None:
     """Run the command line."""
     if sys.stdout is None:  # the next file that is opened would take its place
         sys.exit("error: standard output is closed; redirect it to a file or to /dev/null")
+    answer_interrupts()
     try:
         app(prog_name="linformers")
     except SystemExit as ended:

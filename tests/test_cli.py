@@ -26,6 +26,7 @@ def run_python(*arguments, **environment):
 def main(monkeypatch, *arguments):
     """Run the command line in this process; returns the exit code."""
     monkeypatch.setattr(sys, "argv", ["linformers", *map(str, arguments)])
+    monkeypatch.setattr(linformers_cli, "answer_interrupts", lambda: None)  # this process is not the command
     with pytest.raises(SystemExit) as ended:
         linformers_cli.main()
     return ended.value.code
@@ -124,10 +125,25 @@ def test_under_torchrun_the_interpreter_is_not_shut_down(option, code, environme
     assert ("shut down" in result.stdout) == (not environment)
 
 
-def test_an_interrupt_during_the_imports_of_a_command_needs_no_traceback(tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")  # a signal is ignored in the background
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(
+    ("module", "content"),
+    [
+        ("typer", INTERRUPT),
+        ("torch", INTERRUPT),
+        ("torch", "try:\n    import half\nexcept BaseException as error:\n    raise ImportError from error"),
+        ("torch", "class Deleted:\n    def __del__(self):\n        import half\nDeleted()"),
+    ],
+    ids=["before the command", "plain", "turned into another error", "lost in a destructor"],
+)
+@pytest.mark.parametrize("start", [["-c", "from linformers_cli import main; main()"], ["-m", "linformers"]])
+def test_an_interrupt_during_the_imports_needs_no_traceback(tmp_path, module, content, start):
+    (tmp_path / f"{module}.py").write_text(content)
+    (tmp_path / "half.py").write_text(INTERRUPT)
     path = os.pathsep.join([str(tmp_path), str(Path(linformers_cli.__file__).parent)])
-    result = run_python("-c", "from linformers_cli import main; main()", "bench", PYTHONPATH=path)
+    result = run_python(*start, "bench", PYTHONPATH=path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
@@ -153,6 +169,36 @@ def test_predictions_are_utf_8_in_every_locale():
     assert (result.returncode, result.stderr) == (0, b"")
     assert json.loads(result.stdout.decode("utf-8"))["text"] == text
     assert "café".encode() in result.stdout
+
+
+def test_an_interrupt_while_python_shuts_down_needs_no_traceback():
+    program = f"import atexit\natexit.register(exec, {INTERRUPT!r}, {{}})\nfrom linformers_cli import main; main()"
+    result = run_python("-c", program, "--version")
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def closed_terminal():
+    terminal, own = os.openpty()
+    os.close(terminal)
+    return own
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other terminals")
+@pytest.mark.parametrize("closed", [closed_pipe, closed_terminal])
+def test_a_command_outlives_the_reader_of_its_output(closed, monkeypatch):
+    """As in `linformers pretrain … | head -1`, and after a terminal was closed."""
+    with open(closed(), "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        console = linformers_cli._console()
+        for i in range(100):
+            console.print(f"step {i} " * 1000)
+        assert os.fstat(output.fileno()).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def test_a_file_gets_no_control_characters(monkeypatch, capsys):

@@ -448,7 +448,7 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         logits = self.head(hidden_states)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **counted(labels, kwargs))
         return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
@@ -501,6 +501,7 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         loss = None
         if labels is not None:
             labels = self.checked_labels(labels, logits)
+            kwargs = counted(labels, kwargs)
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -553,7 +554,7 @@ class LinformerForTokenClassification(LinformerPreTrainedModel):
         loss = None
         if labels is not None:
             labels = checked_labels("labels", labels, logits.shape[:2], self.num_labels)
-            loss = self.loss_function(logits, labels, self.config, **kwargs)
+            loss = self.loss_function(logits, labels, self.config, **counted(labels, kwargs))
         return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
@@ -564,6 +565,7 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
         super().__init__(config)
         self.linformer = LinformerModel(config)
         self.classifier = nn.Linear(config.hidden_size, 2)
+        self.loss_function = span_loss
         self.post_init()
 
     @can_return_tuple
@@ -607,6 +609,26 @@ def checked_labels(name: str, labels: Tensor, shape: Sequence[int], count: int |
         if not valid.all():
             raise UserError(f"{name} contains {labels[~valid][0].item()}, expected 0 to {count - 1}, or {IGNORED}")
     return labels.long()
+
+
+def counted(labels: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a loss, with the number of labels to divide its sum by: the loss is 0 if all labels are ignored."""
+    count = kwargs.get("num_items_in_batch")
+    count = (labels != IGNORED).sum() if count is None else torch.as_tensor(count)
+    return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
+
+
+def span_loss(
+    start_logits: Tensor, end_logits: Tensor, start_positions: Tensor, end_positions: Tensor, **kwargs: Any
+) -> Tensor:
+    """The mean loss of starts and ends; positions outside the text are ignored, and the loss is 0 if all are."""
+    losses = []
+    for logits, positions in ((start_logits, start_positions), (end_logits, end_positions)):
+        n = logits.shape[1]
+        positions = positions.to(logits.device).clamp(0, n)
+        total = nn.functional.cross_entropy(logits, positions, ignore_index=n, reduction="sum")
+        losses.append(total / (positions < n).sum().clamp(min=1))
+    return (losses[0] + losses[1]) / 2
 
 
 def classifier_dropout(config: LinformerConfig) -> nn.Dropout:

@@ -16,7 +16,7 @@ from linformers.training import checkpoints, trainer
 
 from ..forks import CONTEXT
 from ..modes import refused
-from . import small
+from . import interrupts, small
 
 
 @pytest.fixture
@@ -129,6 +129,33 @@ def test_only_the_newest_are_kept(tmp_path):
     assert {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} == {"10", "8", "2", "8-copy"}
 
 
+def test_the_next_run_removes_what_kills_left(corpus, run):
+    """A kill may come inside the last save, after which nothing is saved anymore."""
+    for name in (".best.removed.unfinished", ".checkpoint-20.removed.unfinished", ".model.unfinished"):
+        (run / "seed-0" / name).mkdir(parents=True)
+        (run / name).mkdir()
+        (run / name / "model.safetensors").write_bytes(b"half")
+    (run / ".metrics.jsonl.unfinished").write_bytes(b"half")
+    (run / ".mine").write_bytes(b"")
+    assert small.train(small.recipe(corpus, run)) == 0
+    assert {path.name for path in run.rglob(".*")} == {".lock", ".mine"}
+
+
+@pytest.mark.parametrize("content", [b"half of a li", b"\xff\xfe", b"3", b"foreign\n[]\n"])
+def test_foreign_lines_in_the_metrics_do_not_stop_a_run(corpus, run, content):
+    """They are those of its checkpoint."""
+    before = small.read_metrics(run)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(content)
+    if b"\n" in content:
+        with refused("metrics.jsonl has 'foreign' in line 12, which is not a log entry"):
+            small.read_metrics(run)
+    else:
+        assert small.read_metrics(run) == before
+    assert small.train(small.recipe(corpus, run)) == 0
+    assert f"24 steps: {before[-1]['perplexity']:.2f}\n" in (run / "model" / "README.md").read_text()
+
+
 def test_random_state_is_restored():
     state = json.loads(json.dumps(checkpoints.random_state()))
     first = torch.rand(3)
@@ -176,22 +203,41 @@ def test_folder_of_another_run(tmp_path):
         claim(model={"k": 3}, seed=1)
     with refused("holds a run of linformers pretrain"):
         claim("finetune")
-    for content in ("", "{}", "[]", '{"a":' * 10**5):
-        (tmp_path / "run.json").write_text(content)
+    for content in (b"", b"{}", b"[]", b"3", b"null", b"\xff\x00", b'{"model": {"k": 1}}', b'{"a":' * 10**5):
+        (tmp_path / "run.json").write_bytes(content)
         with refused("run.json is damaged"):
             claim()
+    (tmp_path / "run.json").write_text('{"kind": "pretrain"}')  # without the recipe
+    with refused("model.k was None and is now 1;"):
+        claim(model={"k": 1})
     (tmp_path / "run.json").unlink()
     with refused("unknown origin"):
         claim()
 
 
 @pytest.mark.parametrize(
-    ("kills", "inside"), [(6, 3), pytest.param(50, 15, marks=pytest.mark.long)], ids=["few", "many"]
+    ("kind", "kills", "inside"),
+    [
+        ("pretrain", 6, 3),
+        ("finetune", 4, 1),
+        pytest.param("pretrain", 200, 50, marks=pytest.mark.long),
+        pytest.param("finetune", 60, 15, marks=pytest.mark.long),
+    ],
 )
-def test_kills(kills, inside):
-    command = [sys.executable, "-m", "tests.training.kills", str(kills), str(inside)]
+def test_kills(kind, kills, inside):
+    """Each kind of run loses nothing, leaves nothing behind and ends as without a kill."""
+    command = [sys.executable, "-m", "tests.training.kills", kind, str(kills), str(inside)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     counts = json.loads(result.stdout.splitlines()[-1])
     assert counts["kills"] >= kills
     assert counts["inside a save"] >= inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "names"), [(3, ["pretrain"]), pytest.param(100, None, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_signals_at_random_moments(signals, names):
+    counts = interrupts.main(signals, names)
+    assert counts["signals"] == signals

@@ -87,8 +87,13 @@ def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
     for folder in list_checkpoints(run)[keep:]:
         if folder != protected:
             remove_folder(folder)
-    for folder in run.glob(".checkpoint-*.unfinished"):
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_unfinished(run)
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what a killed process left in the folder of a run."""
+    for path in run.glob(".*.unfinished"):
+        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -105,6 +110,8 @@ def locked(run: Path) -> Iterator[None]:
 def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = ()) -> None:
     """Write the settings of a run to its folder; refuse the folder of a run with other settings, except `free` ones."""
     path, settings = run / "run.json", {"kind": kind, **settings}
+    for folder in (run, *run.glob("seed-*")):
+        remove_unfinished(folder)
     if not any(match for trace in TRACES for match in run.glob(trace)):
         write_file(path, json.dumps(settings, indent=1) + "\n")
         return
@@ -113,7 +120,7 @@ def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = 
     try:
         saved = _flat(read_json(path))
         saved_kind = saved["kind"]
-    except (ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{path} is damaged: it does not describe a run") from None
     if saved_kind != kind:
         raise UserError(f"out={str(run)!r} holds a run of linformers {saved_kind}; choose another folder")

@@ -21,8 +21,8 @@ from ..provenance import sentence
 from . import checkpoints
 from .corpus import Corpus, tokenizer_hash
 from .recipe import FREE, Recipe, read
-from .rows import MaskedRows, Vocabulary, already_batched
-from .trainer import ExactTrainer, common_arguments, compile_model, read_metrics, train
+from .rows import IGNORED, MaskedRows, Vocabulary, already_batched
+from .trainer import ExactTrainer, common_arguments, compile_model, metrics_of, train
 
 # All runs have the same masks in validation, so that perplexities are comparable.
 VALIDATION_SEED = 2**40
@@ -88,7 +88,7 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         return code
     weights = trainer.full_weights()  # all processes take part
     if arguments.should_save:
-        _save_result(trainer.model, weights, recipe, corpus, hashes.get("start"), command)
+        _save_result(trainer, weights, recipe, corpus, hashes.get("start"), command)
         console.print(f"model in {model}", markup=False)
     trainer.accelerator.wait_for_everyone()
     return 0
@@ -150,7 +150,10 @@ def validation_rows(corpus: Corpus, vocabulary: Vocabulary, length: int, max_row
     """The first rows of the validation set, with the same masks in every run."""
     tokens = corpus.tokens("validation")
     rows = min(max_rows, len(tokens) // length)
-    return MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, share, shuffle=False)
+    dataset = MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, share, shuffle=False)
+    if not any((dataset.__getitems__([row])["labels"] != IGNORED).any() for row in range(rows)):
+        raise UserError(f"the first {rows} rows of the validation set hold only special tokens: nothing to predict")
+    return dataset
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -180,7 +183,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def _save_result(
-    model: LinformerForMaskedLM,
+    trainer: ExactTrainer,
     weights: dict[str, Any],
     recipe: Recipe,
     corpus: Corpus,
@@ -188,9 +191,10 @@ def _save_result(
     command: str,
 ) -> None:
     """Plot the curve, and save the model with its card."""
-    out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
+    model, out, tokenizer = trainer.model, Path(recipe.out), corpus.tokenizer()
+    title = describe(model.config)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    records, splits = read_metrics(out), corpus.manifest["splits"]
+    records, splits = metrics_of(trainer.state), corpus.manifest["splits"]
     held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
     origin = f"- Started from: `{recipe.start}` (sha256 `{start_hash}`)\n" if start_hash else ""
     text = f"""\
