@@ -35,6 +35,10 @@ Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the data.")
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a hub name; a commit is always the same.", show_default="main"),
+]
 Texts = Annotated[
     list[Path], typer.Option(exists=True, help="File or folder of text, jsonl, csv or parquet; can be repeated.")
 ]
@@ -53,6 +57,9 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read our output, such as head, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
+            raise typer.Exit(128 + 13) from None  # as if SIGPIPE had ended it
         except Exception as error:
             errors = sys.modules.get("linformers.errors")  # not loaded: the command line itself was wrong
             sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
@@ -103,6 +110,7 @@ def prepare(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub name of a tokenizer to use instead of training one.")
     ] = None,
+    revision: Revision = None,
     validation: Annotated[list[str] | None, typer.Option(help="File or folder to hold out; can be repeated.")] = None,
     validation_share: Annotated[float, typer.Option(help="Or share of documents to hold out.")] = 0.005,
     text_column: TextColumn = "text",
@@ -198,6 +206,17 @@ def evaluate(
 
 
 @app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a model or checkpoint.")],
+    accept: Annotated[bool, typer.Option("--accept", help="Take the files as they are for intact.")] = False,
+) -> None:
+    """Compare the files of a model or checkpoint with the sizes and hashes in its manifest.json."""
+    from linformers.training import checkpoints
+
+    raise typer.Exit(checkpoints.verify(folder, accept, _console()))
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 600,
     out: Out = Path("runs/demo"),
@@ -239,6 +258,7 @@ def bench(
 def spectrum(
     model: Encoder,
     text: Texts,
+    revision: Revision = None,
     length: Length = None,
     sentences: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 1000,
     at: Annotated[
@@ -260,6 +280,7 @@ def spectrum(
 def choose_k(
     model: Encoder,
     text: Texts,
+    revision: Revision = None,
     energy: Annotated[float | None, typer.Option(help="Share of P's squared singular values to keep.")] = None,
     budget: Annotated[int | None, typer.Option(help="Or the mean k to spend.")] = None,
     per: Annotated[str, typer.Option(help="Choose one k per layer or per head.")] = "layer",
@@ -310,9 +331,13 @@ def _check_files(option: str, names: list[str]) -> None:
 def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich calls this where it caught a BrokenPipeError
+
     _quiet()
     # A file gets no control characters, whatever FORCE_COLOR says.
-    return Console(stderr=stderr, force_terminal=(sys.stderr if stderr else sys.stdout).isatty())
+    return Output(stderr=stderr, force_terminal=(sys.stderr if stderr else sys.stdout).isatty())
 
 
 def _quiet() -> None:
@@ -331,6 +356,8 @@ def _command() -> str:
 
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is None:  # the next file that is opened would take its place
+        sys.exit("error: standard output is closed; redirect it to a file or to /dev/null")
     try:
         app(prog_name="linformers")
     except SystemExit as ended:

@@ -15,6 +15,7 @@ SOURCE = Path(linformers.__file__).parent
 # A module imports only from modules above it; modules in one set do not import each other.
 LAYERS = [
     {"errors", "shipped"},
+    {"files"},
     {"checks"},
     {"config", "reference"},
     {"ops"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import UserError
+from .files import TOKENIZER_FILES, check_files, read_json
 
 
 def is_number(value: Any, kind: Any = (int, float)) -> bool:
@@ -128,12 +128,9 @@ def check_model(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} contains no model: expected a folder written by pretrain or finetune")
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
+    check_files(folder, ("config.json", *TOKENIZER_FILES))  # `from_pretrained` checks the weights
     for path in (folder / "config.json", folder / "tokenizer.json"):
-        try:
-            if not isinstance(json.loads(path.read_bytes()), dict):
-                raise ValueError
-        except ValueError:
-            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object") from None
+        read_json(path)
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt"):

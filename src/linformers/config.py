@@ -29,6 +29,7 @@ WITHOUT_K = ("identity", "none")
 
 DEFAULT_PROJECTED_LENGTH = 256
 MAX_LOCAL_WINDOW = 512
+MAX_LABELS = 2**20  # each has a name
 
 NO_CAUSAL = (
     "each projected key mixes all positions, so a causal mask cannot hide future tokens; "
@@ -167,6 +168,19 @@ class LinformerConfig(PreTrainedConfig):
             config.projection_scale = n / config.largest_projected_length  # s = 1
         return config
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but a file cannot name code on the hub: only the caller can, in `attn_implementation`."""
+        loaded = super().from_dict(config_dict, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        kernel = config._attn_implementation
+        if "attn_implementation" not in kwargs and kernel is not None and "/" in kernel:
+            raise UserError(
+                f"the config has attn_implementation={kernel!r}, which is code on the hub: remove it, or pass "
+                "attn_implementation to from_pretrained"
+            )
+        return loaded
+
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
         """The k of each head of each layer; n under `"identity"` and 0 under `"none"`."""
@@ -294,7 +308,7 @@ class LinformerConfig(PreTrainedConfig):
     def _check_labels(self, kwargs: dict[str, Any]) -> None:
         """Check what transformers would fail on with an error of its own."""
         if kwargs.get("num_labels") is not None:
-            checks.check_size("num_labels", kwargs["num_labels"])
+            checks.check_size("num_labels", kwargs["num_labels"], MAX_LABELS)
         for name in ("id2label", "label2id"):
             labels = getattr(self, name)
             if labels is not None and not isinstance(labels, dict):

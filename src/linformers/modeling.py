@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -28,11 +31,12 @@ from .attention import TRITON, ProjectedAttention
 from .checks import check_tensor, did_you_mean, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .errors import UserError
+from .files import MODEL_FILES, write_manifest
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, serves
 from .ops.ranks import Ranks, reorder, zero_padding
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, is_plain
-from .resizing import check_checkpoint, refuse_other_length, resize_length
+from .resizing import check_checkpoint, check_weights, refuse_other_length, resize_length
 
 logger = logging.get_logger(__name__)
 
@@ -239,22 +243,31 @@ class LinformerPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model; see `PreTrainedModel.from_pretrained`.
 
+        In a folder with a manifest, the config and the weights must be what it says. Pickled weights are loaded only
+        with `use_safetensors=False`.
+
         Raises:
-            UserError: the checkpoint is for another n or k than requested, or its weights would mean something else.
+            UserError: the checkpoint is damaged or pickled, is for another n or k than requested, or its weights would
+                mean something else.
         """
+        kwargs.setdefault("use_safetensors", True)
+        check_weights(pretrained_model_name_or_path, kwargs)
         if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
             with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save a model with its resolved config: the values that its weights were trained with."""
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Save a model with its resolved config, the values that its weights were trained with, and a manifest."""
         config = self.config
         self.config = config.resolved()
         try:
-            super().save_pretrained(*args, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         finally:
             self.config = config
+        first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        if is_main_process and first and os.path.isdir(save_directory):
+            write_manifest(Path(save_directory), MODEL_FILES)
 
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 from .checks import check_size
 from .config import WITHOUT_K, LinformerConfig
 from .errors import UserError
+from .files import MODEL_FILES, check_files
 from .projections import Projections
 
 # Arguments of `from_pretrained` that locate a checkpoint.
@@ -64,9 +66,21 @@ def resized_embedding(embedding: nn.Embedding, max_length: int, cut: bool) -> nn
     return type(embedding).from_pretrained(weight, freeze=not embedding.weight.requires_grad)
 
 
+def check_weights(name: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a folder that `from_pretrained(name, **kwargs)` cannot trust: damaged, or with weights in pickle alone."""
+    folder = Path(name or "", kwargs.get("subfolder") or "")
+    if name is None or not folder.is_dir():
+        return
+    check_files(folder, MODEL_FILES)
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles and kwargs["use_safetensors"] and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no safetensors but {pickles[0]}, a pickle, which can run code: convert it")
+
+
 def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a checkpoint that `from_pretrained(name, **kwargs)` cannot load, or would interpret differently."""
-    location = {key: value for key, value in kwargs.items() if key in LOCATION}
+    # Configs are only compared here; transformers loads the one that counts, with the caller's attn_implementation.
+    location = {key: value for key, value in kwargs.items() if key in LOCATION} | {"attn_implementation": "eager"}
     values, _ = LinformerConfig.get_config_dict(name, **location)
     kind = values.get("model_type")
     if kind not in (None, LinformerConfig.model_type):

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from linformers import files
 from linformers.training import checkpoints
 
 from . import small
@@ -91,7 +92,7 @@ def main(kills: int, inside: int) -> dict[str, int]:
                     counts["kills"] += kill_after(child, chance.random() * 1.5)
                 # In any case, every checkpoint is intact, and little was lost.
                 saved = checkpoints.list_checkpoints(out)
-                assert all(checkpoints.damage(checkpoint) is None for checkpoint in saved)
+                assert all(files.damage(checkpoint) is None for checkpoint in saved)
                 newest = checkpoints.step_of(saved[0]) if saved else 0
                 assert max(known, last_logged(out)) - newest <= SAVE_EVERY
             small.assert_same_run(out, straight, STEPS)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from linformers import files
 from linformers.training import checkpoints, trainer
 
 from ..forks import CONTEXT
@@ -57,14 +58,14 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
     flip(run / "checkpoint-24" / "model.safetensors")
     assert small.train(small.recipe(corpus, run)) == 0
     small.assert_same_run(run, finished)
-    assert checkpoints.damage(run / "checkpoint-24") is None
+    assert files.damage(run / "checkpoint-24") is None
 
 
 def test_damage_of_the_manifest(tmp_path):
-    assert "manifest.json is missing" in checkpoints.damage(tmp_path)
+    assert "manifest.json is missing" in files.damage(tmp_path)
     for wrong in ("{", "[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
         (tmp_path / "manifest.json").write_text(wrong)
-        assert "not a list of files" in checkpoints.damage(tmp_path)
+        assert "not a list of files" in files.damage(tmp_path)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):
@@ -82,7 +83,7 @@ def test_full_disk(corpus, tmp_path, monkeypatch):
     assert "No space left" in str(error.value)
     assert "step 5" in str(error.value)
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-5"]
-    assert checkpoints.damage(tmp_path / "checkpoint-5") is None
+    assert files.damage(tmp_path / "checkpoint-5") is None
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -108,7 +109,7 @@ def test_folder_appears_complete_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write_folder(tmp_path / "checkpoint-1", fill)
+        files.write_folder(tmp_path / "checkpoint-1", fill)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from linformers import files
 from linformers.training import checkpoints, prepare
 from linformers.training.corpus import Corpus
 
@@ -262,7 +263,7 @@ def test_memory_does_not_grow_with_the_corpus(prepared, tmp_path):
 
 def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatch):
     """What is left is not a corpus and has no broken shard; the next run removes it."""
-    shards, flush = len(list(prepared.glob("*.bin"))), checkpoints._flush
+    shards, flush = len(list(prepared.glob("*.bin"))), files._flush
     for number in (1, 4, shards, shards + 1):
         out, flushed = tmp_path / str(number), []
 
@@ -272,10 +273,10 @@ def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatc
             if len(flushed) == number:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(checkpoints, "_flush", die)
+        monkeypatch.setattr(files, "_flush", die)
         with pytest.raises(KeyboardInterrupt):
             run([source], out, shard_tokens=1000)
-        monkeypatch.setattr(checkpoints, "_flush", flush)
+        monkeypatch.setattr(files, "_flush", flush)
         left = {path.name for path in out.glob("*") if path.is_file()}
         complete = [name for name in left if name.endswith(".bin")]
         assert len(complete) == number - 1

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import UserError
-from .checkpoints import file_damage
+from ..files import file_damage
 
 FORMAT = 1
 MANIFEST = "manifest.json"

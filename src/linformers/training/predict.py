@@ -35,8 +35,11 @@ BLANK = "the line is blank"
 
 def predict(model: Path, file: Path | None, out: TextIO, **options: Any) -> None:
     """Predict each line of a file, or of standard input; the options are those of `predict_lines`."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    for stream in (sys.stdin, out):  # JSON is UTF-8, whatever the locale says
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    if file is None and sys.stdin is None:
+        raise UserError("standard input is closed: name a file")
     with open_text(file) if file else nullcontext(sys.stdin) as lines:
         predict_lines(model, lines, out, **options)
 
@@ -58,11 +61,10 @@ def predict_lines(
     classifies = purpose == CLASSIFY
     if pairs and not classifies:
         raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
-    options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
+    network, options = load_model(model, purpose), {"truncation": True, "max_length": tokenizer.model_max_length}
     if not classifies:
         options = {"top_k": best, "tokenizer_kwargs": options}
-    options |= {"dtype": torch.float32, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-    pipe = pipeline(purpose, model=str(model), tokenizer=tokenizer, **options)
+    pipe = pipeline(purpose, model=network, tokenizer=tokenizer, device=network.device, **options)
     wrong: list[str] = []
     numbered = enumerate((line.rstrip("\r\n") for line in lines), 1)
     while batch := list(islice(numbered, batch_size)):

@@ -21,9 +21,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..checks import check_share, check_size, make_folder
 from ..errors import UserError
+from ..files import write_file
 from ..progress import progress
 from . import data
-from .checkpoints import locked, write_file
+from .checkpoints import locked
 from .corpus import FORMAT, MANIFEST, TOKENIZER, tokenizer_hash
 
 # What the models take. BERT's tokenizers would also return token types.
@@ -42,6 +43,7 @@ def prepare(
     *,
     vocab_size: int = 16384,
     tokenizer: str | None = None,
+    revision: str | None = None,
     validation: Sequence[str] = (),
     validation_share: float = 0.005,
     text_column: str = "text",
@@ -69,7 +71,7 @@ def prepare(
         check_share("validation_share", validation_share)
     share = 0.0 if validation else validation_share
     all_sources = _find_sources(sources, validation, text_column, share, console)
-    encoder = None if tokenizer is None else load_tokenizer(tokenizer)
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer, revision)
 
     make_folder("out", out)
     with locked(out):
@@ -186,10 +188,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=bpe, model_input_names=MODEL_INPUTS, **tokens)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerFast:
     """Load a tokenizer from a folder or the hub, and check that it has the special tokens that pretraining needs."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=MODEL_INPUTS)
+        options: Any = {"revision": revision or "main", "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=MODEL_INPUTS, **options)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from .. import LinformerConfig, LinformerForMaskedLM, plots
+from .. import LinformerConfig, LinformerForMaskedLM, files, plots
 from ..checks import check_model, make_folder
 from ..errors import UserError
 from ..provenance import sentence
@@ -64,6 +64,7 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
     if arguments.should_save:
         corpus.verify()
     trainer = make_trainer(recipe, corpus, arguments)
+    hashes: dict[str, str] = {}
     if arguments.should_save:
         hashes = {"corpus": corpus.hash, "tokenizer": corpus.tokenizer_hash}
         if recipe.start is not None:
@@ -72,7 +73,10 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         checkpoints.claim(Path(recipe.out), "pretrain", settings, [f"recipe.{name}" for name in FREE])
     trainer.accelerator.wait_for_everyone()
     if trainer.check_shared("finished models:", int(model.exists())):
-        console.print(f"{model} exists: this run is finished.", highlight=False)
+        if wrong := files.damage(model):
+            remedy = "delete that folder and repeat the command to write it again from the newest checkpoint"
+            raise UserError(f"this run is finished, but its model is damaged: {wrong}; {remedy}")
+        console.print(f"{model} exists and is intact: this run is finished.", highlight=False)
         return 0
     if recipe.warmup_steps >= recipe.steps:
         few = f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}: the rate never reaches its peak"
@@ -84,7 +88,7 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         return code
     weights = trainer.full_weights()  # all processes take part
     if arguments.should_save:
-        _save_result(trainer.model, weights, recipe, corpus, command)
+        _save_result(trainer.model, weights, recipe, corpus, hashes.get("start"), command)
         console.print(f"model in {model}", markup=False)
     trainer.accelerator.wait_for_everyone()
     return 0
@@ -176,18 +180,24 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def _save_result(
-    model: LinformerForMaskedLM, weights: dict[str, Any], recipe: Recipe, corpus: Corpus, command: str
+    model: LinformerForMaskedLM,
+    weights: dict[str, Any],
+    recipe: Recipe,
+    corpus: Corpus,
+    start_hash: str | None,
+    command: str,
 ) -> None:
     """Plot the curve, and save the model with its card."""
     out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
     tokenizer.model_max_length = model.config.max_position_embeddings
     records, splits = read_metrics(out), corpus.manifest["splits"]
     held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
+    origin = f"- Started from: `{recipe.start}` (sha256 `{start_hash}`)\n" if start_hash else ""
     text = f"""\
 An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by masked-language modeling.
 
 - Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
-- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
+{origin}- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
 - Validation data: {splits["validation"]["tokens"]:,} tokens from {held_out}
 
 ```yaml
@@ -235,6 +245,6 @@ def save_model(
     def fill(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(card)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
-    checkpoints.write_folder(folder, fill)
+    files.write_folder(folder, fill)

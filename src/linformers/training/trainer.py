@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from .. import LinformerForMaskedLM
+from .. import LinformerForMaskedLM, files
 from ..errors import UserError
 from ..progress import progress
 from . import checkpoints
@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ExactTrainer(Trainer):
     """A Trainer that never loses more than the steps since the last checkpoint.
 
-    - A checkpoint appears complete or not at all (`checkpoints.write_folder`), and later damage is detected by hash.
+    - A checkpoint appears complete or not at all (`files.write_folder`), and later damage is detected by hash.
       It contains only safetensors and JSON.
     - A resumed run equals an uninterrupted one bit for bit: it restores random states, the optimizer, and the loss
       since the last log. Rows must depend on their number alone, as those of `rows.py` do.
@@ -84,9 +84,9 @@ class ExactTrainer(Trainer):
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(unfinished)
 
-        if self.args.should_save and checkpoints.damage(folder) is not None:
+        if self.args.should_save and files.damage(folder) is not None:
             try:
-                checkpoints.write_folder(folder, fill)
+                files.write_folder(folder, fill)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{folder} could not be written ({error}); {self._last_checkpoint()}") from error
             checkpoints.remove_old(run, self.args.save_total_limit or 1, run / f"checkpoint-{best}")
@@ -365,7 +365,7 @@ class _Monitor(TrainerCallback):
             return
         state.log_history[-1] |= logs
         kept = [json.dumps(entry) for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
-        checkpoints.write_file(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
+        files.write_file(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
         shown = {"loss": ".3f", self.score: ".4g", "learning_rate": ".2e", f"{self.unit}_per_second": ",.0f"}
         parts = [f"{name.replace('_', ' ')} {logs[name]:{form}}" for name, form in shown.items() if name in logs]
         self.console.print(f"step {state.global_step:,}  " + "  ".join(parts), highlight=False)
