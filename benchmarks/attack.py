@@ -36,6 +36,8 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
+from tests.forks import Command, Forked
+from tests.training import small
 
 from linformers.checks import check_choice, make_folder
 from linformers.errors import UserError
@@ -44,8 +46,6 @@ from linformers.provenance import commit, environment
 from linformers.training import checkpoints, finetune, tasks
 from linformers.training.prepare import prepare
 from linformers_cli import run_script
-from tests.forks import Command, Forked
-from tests.training import small
 
 SECONDS, MEMORY = 30.0, 2**30
 ADDRESS_SPACE = 6 * 2**30  # a bomb ends in MemoryError instead of using up the machine's memory
@@ -104,6 +104,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
+    """What a case came to."""
+
     verdict: str
     seconds: float
     mebibytes: int  # peak memory minus memory at the start
@@ -116,9 +118,11 @@ class Attempt:
     """A command within limits; `load` stands for `from_pretrained`."""
 
     arguments: Sequence[str]
+    folder: Path  # to run it in
     report: Path
 
     def __call__(self) -> None:
+        os.chdir(self.folder)
         mapped, resident = (int(pages) * resource.getpagesize() for pages in _statm()[:2])
         resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE, mapped + ADDRESS_SPACE))
         try:
@@ -182,8 +186,7 @@ def build(kit: Path) -> None:
     newest = [checkpoints.list_checkpoints(run)[0] for run in (kit / "killed", seed)]
     for folder in (*newest, kit / "killed" / "model", kit / "half" / "model", seed / "best"):
         shutil.rmtree(folder)
-    for file in (kit / "half" / "results.json", seed / "result.json"):
-        file.unlink()
+    (kit / "half" / "results.json").unlink()
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -274,10 +277,10 @@ def run(case: Case, kit: Path, folder: Path) -> Iterator[Any]:
     shutil.copytree(kit / KINDS[case.kind][0], target) if case.kind else target.mkdir(parents=True)
     case.spoil(target)
     filled = [part.format(kit=kit, target=target, case=folder) for part in shlex.split(case.command)]
-    before = {path for path in folder.rglob("*")}
+    before = set(folder.rglob("*"))
     log, report = kit.parent / f"{folder.name}.log", kit.parent / f"{folder.name}.peak"
     began = time.monotonic()
-    process = Forked(Attempt(filled, report), log)
+    process = Forked(Attempt(filled, folder, report), log)
     yield process
     late = process.returncode is None
     if late:
@@ -285,7 +288,7 @@ def run(case: Case, kit: Path, folder: Path) -> Iterator[Any]:
     code, seconds = process.wait(), time.monotonic() - began
     said = log.read_text(errors="replace")
     peak = int(report.read_text()) if report.exists() else 0
-    written = [str(path.relative_to(folder)) for path in folder.rglob("*") if path not in before and path.is_file()]
+    written = [str(path.relative_to(folder)) for path in set(folder.rglob("*")) - before]
     result = result_of(case, folder, said) if code == 0 else None
     errors = [line for line in said.splitlines() if line.startswith(("error: ", "Usage: "))]
     if (folder / MARKER).exists():
@@ -348,7 +351,9 @@ def attempt(
                     raise RuntimeError(f"{case.command} fails on undamaged files: {outcome.said}")
                 expected[case.kind, case.use] = outcome.result
                 continue
-            if outcome.verdict == "harmless" and (case.refused or outcome.result != expected.get((case.kind, case.use))):
+            if outcome.verdict == "harmless" and (
+                case.refused or outcome.result != expected.get((case.kind, case.use))
+            ):
                 outcome = dataclasses.replace(outcome, verdict="silent")
             yield case, outcome
 
@@ -374,11 +379,16 @@ def main(
         for part in parts or PARTS:
             made = enumerate(PARTS[part](kit, count or COUNTS.get(part, 0), seed))
             numbers = {case: i for i, case in made if not count or i < count}
-            cases = [case for case, i in numbers.items() if only in ("", str(i)) or (len(only) > 4 and only in case.name)]
+            cases = [
+                case for case, i in numbers.items() if only in ("", str(i)) or (len(only) > 4 and only in case.name)
+            ]
             with steps(console, len(cases)) as begin:
                 found = [(case, outcome) for case, outcome in attempt(cases, kit, at_once, begin)]
             verdicts = Counter(outcome.verdict for _, outcome in found)
-            peaks = {"seconds": max(own.seconds for _, own in found), "mebibytes": max(own.mebibytes for _, own in found)}
+            peaks = {
+                "seconds": max(own.seconds for _, own in found),
+                "mebibytes": max(own.mebibytes for _, own in found),
+            }
             cells.append({"part": part, "cases": len(found), "verdicts": dict(verdicts.most_common()), "most": peaks})
             for case, outcome in found:
                 if outcome.verdict not in FINE or only:
