@@ -213,7 +213,7 @@ def verify(
     """Compare the files of a model or checkpoint with the sizes and hashes in its manifest.json."""
     from linformers.training import checkpoints
 
-    raise typer.Exit(checkpoints.verify(folder, accept, _console()))
+    checkpoints.verify(folder, accept, _console())
 
 
 @app.command()

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
@@ -168,9 +169,12 @@ def check_files(folder: Path, patterns: Sequence[str]) -> None:
         else:
             wrong = None if _matches(name, TOKENIZER_FILES) else f"{folder / name} is not listed in {MANIFEST}"
         if wrong:
-            raise UserError(
-                f"{wrong}; restore it, or, if it was changed on purpose, run: linformers verify {folder} --accept"
-            )
+            raise UserError(f"{wrong}; restore it or, if it was changed on purpose, run: {accepting(folder)}")
+
+
+def accepting(folder: Path) -> str:
+    """The command after which the files of a folder count as intact."""
+    return f"linformers verify {shlex.quote(str(folder))} --accept"
 
 
 def file_damage(path: Path, size: int, sha256: str | None = None) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from linformers import files
 from linformers.training import checkpoints, trainer
@@ -63,9 +64,34 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
 
 def test_damage_of_the_manifest(tmp_path):
     assert "manifest.json is missing" in files.damage(tmp_path)
-    for wrong in ("{", "[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
+    for wrong in ("{", "[]", "{}", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
         (tmp_path / "manifest.json").write_text(wrong)
-        assert "not a list of files" in files.damage(tmp_path)
+        assert "manifest.json is damaged: it is not" in files.damage(tmp_path)
+
+
+def test_verify_names_what_is_damaged_until_it_is_accepted(run, corpus, capsys):
+    folder = run / "checkpoint-24"
+    checkpoints.verify(folder, False, Console())
+    assert {line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()} == {
+        f"{path.name} is intact" for path in folder.iterdir() if path.name != "manifest.json"
+    }
+    flip(folder / "training.json")
+    (folder / "optimizer.safetensors").unlink()
+    with refused(f"folder='{folder}' is damaged; restore it or, if it was changed on purpose, run: linformers verify"):
+        checkpoints.verify(folder, False, Console())
+    shown = capsys.readouterr().out
+    assert shown.count("is intact") == len(list(folder.iterdir())) - 2
+    assert f"{folder / 'training.json'} has sha256" in shown
+    assert f"{folder / 'optimizer.safetensors'} is missing" in shown
+    checkpoints.verify(folder, True, small.QUIET)
+    assert files.damage(folder) is None
+    (folder / "manifest.json").unlink()
+    with refused("has no manifest.json; to write one, run"):
+        checkpoints.verify(folder, False, small.QUIET)
+    with refused("is the folder of an unfinished run"):
+        checkpoints.verify(run, True, small.QUIET)
+    with refused("holds no model"):  # but tokens, with a manifest of another kind
+        checkpoints.verify(corpus, True, small.QUIET)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):

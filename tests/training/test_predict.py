@@ -84,10 +84,17 @@ def test_wrong_arguments_of_predict(tuned, model, tmp_path):
     os.utime(unfinished / "checkpoint-20", (0, 0))
     with refused("checkpoint-24'"):
         answers(unfinished, [])
-    weights = Path(shutil.copytree(model, tmp_path / "model")) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with refused("model.safetensors is damaged"):
-        answers(tmp_path / "model", ["a <mask>"])
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint-24"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_damaged_models_are_named(kind, name, model, corpus, tmp_path):
+    folder = Path(shutil.copytree(model.parent / kind, tmp_path / "copy"))
+    for spoil in (small.flip, lambda path: os.truncate(path, path.stat().st_size - 100)):
+        spoil(folder / name)
+        for use in (lambda: answers(folder, ["a <mask>"]), lambda: evaluate(folder, data=corpus)):
+            with refused(f"{folder / name} "):
+                use()
 
 
 def test_evaluate(tuned, model, corpus, files):

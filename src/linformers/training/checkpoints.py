@@ -21,6 +21,7 @@ from ..files import (
     MANIFEST,
     MODEL_FILES,
     TOKENIZER_FILES,
+    accepting,
     check_files,
     damage,
     file_hash,
@@ -41,28 +42,23 @@ def model_hash(folder: Path) -> str:
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
-def verify(folder: Path, accept: bool, console: Console) -> int:
-    """Print which files of a model or checkpoint are intact; `accept` lists them as they are. Returns an exit code."""
+def verify(folder: Path, accept: bool, console: Console) -> None:
+    """Print which files of a model or checkpoint are intact, and raise if one is not; `accept` takes all for intact."""
     check_no_run("folder", folder)
-    if (folder / "tokenizer").is_dir():
-        raise UserError(f"folder={str(folder)!r} is a corpus, which every command verifies that reads it")
+    if not (folder / "config.json").exists() and not any(folder.glob("*.safetensors")):
+        raise UserError(f"folder={str(folder)!r} holds no model or checkpoint")
     if accept:
         write_manifest(folder)
-    accepting = f"linformers verify {folder} --accept"
     if not (folder / MANIFEST).exists():
-        raise UserError(f"folder={str(folder)!r} has no {MANIFEST}; to write one, run: {accepting}")
-    found = list(states(folder))
-    for path, wrong in found:
+        raise UserError(f"folder={str(folder)!r} has no {MANIFEST}; to write one, run: {accepting(folder)}")
+    intact = True
+    for path, wrong in states(folder):
         console.print(wrong or f"{path} is intact", markup=False, highlight=False, soft_wrap=True)
-    if not any(wrong for _, wrong in found):
-        return 0
-    console.print(
-        f"Restore what is damaged or, if it was changed on purpose, run: {accepting}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    return 2
+        intact = intact and wrong is None
+    if not intact:
+        raise UserError(
+            f"folder={str(folder)!r} is damaged; restore it or, if it was changed on purpose, run: {accepting(folder)}"
+        )
 
 
 def step_of(folder: Path) -> int:
