@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 # Endings of the files that `prepare` reads: any other name that does not exist may be a dataset on the hub.
 TEXT_FILES = (".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
 
+
+def _new_folder(name: object) -> Path:
+    if not str(name).strip():  # as a path, it would be the current folder
+        raise typer.BadParameter(f"{name!r} must be a folder.")
+    return Path(str(name))
+
+
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 FOLDER: dict[str, Any] = {"exists": True, "file_okay": False}
+NEW_FOLDER: dict[str, Any] = {"parser": _new_folder, "metavar": "PATH"}
 
 Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkpoint from pretrain or finetune.")]
 StartModel = Annotated[
@@ -48,7 +56,7 @@ Length = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")]
 Sharing = Annotated[str, typer.Option(help="How E and F are shared: none, headwise, key-value or layerwise.")]
-Out = Annotated[Path, typer.Option(help="Output folder.")]
+Out = Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder.")]
 
 
 class Commands(TyperGroup):
@@ -105,7 +113,7 @@ def prepare(
     sources: Annotated[
         list[str], typer.Argument(help="Files or folders of text, jsonl, csv or parquet; or datasets on the hub.")
     ],
-    out: Annotated[Path, typer.Option(help="Output folder for the tokenizer and the tokens.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder for the tokenizer and the tokens.")],
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 16384,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub name of a tokenizer to use instead of training one.")
@@ -114,6 +122,9 @@ def prepare(
     validation: Annotated[list[str] | None, typer.Option(help="File or folder to hold out; can be repeated.")] = None,
     validation_share: Annotated[float, typer.Option(help="Or share of documents to hold out.")] = 0.005,
     text_column: TextColumn = "text",
+    max_damaged: Annotated[
+        float, typer.Option(help="Share of documents that may be damaged: no UTF-8 or text.")
+    ] = 0.001,
     tokenizer_documents: Annotated[int, typer.Option(min=1, help="Documents to train the tokenizer on.")] = 12000,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")] = None,
 ) -> None:
@@ -142,7 +153,7 @@ def pretrain(
 @app.command()
 def finetune(
     task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labeled csv, jsonl or parquet file.")],
-    out: Annotated[Path, typer.Option(help="Output folder for the results and the best model.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder for the results and the best model.")],
     model: StartModel = None,
     data: Data = None,
     test: Annotated[Path | None, typer.Option(**FILE, help="Labeled file to report on, if TASK is a file.")] = None,

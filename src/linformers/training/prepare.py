@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,18 +20,19 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..checks import check_share, check_size, make_folder
+from ..checks import check_probability, check_share, check_size, make_folder
 from ..errors import UserError
-from ..files import write_file
+from ..files import damage, write_file, write_folder
 from ..progress import progress
 from . import data
 from .checkpoints import locked
-from .corpus import FORMAT, MANIFEST, TOKENIZER, tokenizer_hash
+from .corpus import FORMAT, MANIFEST, TOKENIZER, shard_name, tokenizer_hash, vocabulary_size, write_manifest
 
 # What the models take. BERT's tokenizers would also return token types.
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-OUR_FILES = re.compile(r"(train|validation)-\d{5,}\.bin|\.((train|validation)-\d{5,}\.bin|manifest\.json)\.unfinished")
+SHARD = r"(train|validation)-\d{5,}\.bin"
+OUR_FILES = re.compile(rf"{SHARD}|\.({SHARD}|manifest\.json|tokenizer|tokenizer\.removed)\.unfinished")
 BATCH_CHARACTERS = 2**20
 TOKENIZER_CHARACTERS = 2**28  # the most text that a tokenizer is trained on
 MAX_UINT16_VOCABULARY = 2**16
@@ -47,6 +49,7 @@ def prepare(
     validation: Sequence[str] = (),
     validation_share: float = 0.005,
     text_column: str = "text",
+    max_damaged: float = 0.001,
     tokenizer_documents: int = 12_000,
     shard_tokens: int = 2**24,
     workers: int | None = None,
@@ -61,12 +64,14 @@ def prepare(
         sources: files, folders, or names of datasets on the hub (`name` or `name:config`; the split `train` is read).
         validation: like `sources`, for the validation set; these files are excluded from `sources`.
         validation_share: without `validation`, the share of documents to hold out, selected by their hash.
+        max_damaged: the most lines that are not UTF-8 and rows that are not text, as a share of the documents.
         tokenizer_documents: the number of documents to train the tokenizer on, the same number from each file.
     """
     workers = workers if workers is not None else os.cpu_count() or 1
     sizes = {"tokenizer_documents": tokenizer_documents, "shard_tokens": shard_tokens, "workers": workers}
     for name, size in sizes.items():
         check_size(name, size)
+    check_probability("max_damaged", max_damaged)
     if not validation:
         check_share("validation_share", validation_share)
     share = 0.0 if validation else validation_share
@@ -77,22 +82,26 @@ def prepare(
     with locked(out):
         if (out / MANIFEST).exists():
             raise UserError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+        if (out / TOKENIZER).exists() and damage(out / TOKENIZER):
+            raise UserError(f"out={str(out)!r} has a folder {TOKENIZER!r} of other origin; choose another folder")
         for path in out.iterdir():
             if OUR_FILES.fullmatch(path.name):  # left by a killed run
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         if encoder is None:
             with progress(console) as bars:
                 sample = bars.track(_sample(all_sources, tokenizer_documents), description="tokenizer")
                 encoder = train_tokenizer(sample, vocab_size)
-        encoder.save_pretrained(out / TOKENIZER)
-        vocabulary = max(encoder.get_vocab().values()) + 1
+        with _writing(out):
+            write_folder(out / TOKENIZER, encoder.save_pretrained)
+        vocabulary, damaged = vocabulary_size(encoder), Damage(console)
         dtype = np.dtype("uint16" if vocabulary <= MAX_UINT16_VOCABULARY else "uint32").newbyteorder("<")
         began = time.perf_counter()
         with progress(console) as bars:
             tracked = bars.track(all_sources, description="files")
-            documents = chain.from_iterable(source.documents() for source in tracked)
+            documents = chain.from_iterable(source.documents(damaged) for source in tracked)
             tokens = encode(documents, out / TOKENIZER / "tokenizer.json", encoder.eos_token_id, dtype, workers)
             splits = _write_shards(tokens, out, shard_tokens)
+        damaged.check(max_damaged, sum(split["documents"] for split in splits.values()))
         if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
             raise UserError(f"there are no documents for {empty[0]}: {cause}")
@@ -106,7 +115,8 @@ def prepare(
             "validation_sources": list(validation),
             "splits": splits,
         }
-        write_file(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last, since it makes the folder a corpus
+        with _writing(out):
+            write_manifest(out, manifest)  # last, since it makes the folder a corpus
 
     for name, split in splits.items():
         console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
@@ -127,12 +137,46 @@ class Source:
     text_column: str
     held_out: float
 
-    def documents(self) -> Iterator[tuple[str, str]]:
-        """The split and the text of each document."""
+    def documents(self, damaged: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+        """The split and the text of each document; `damaged` as in `data.documents`."""
         # Held out by hash: equal documents stay together, and adding others moves none.
-        for text in data.documents(self.name, self.text_column, self.split):
+        for text in data.documents(self.name, self.text_column, self.split, damaged):
             place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
             yield "validation" if place < self.held_out else self.split, text
+
+
+@dataclass
+class Damage:
+    """Counts the lines that are not UTF-8 and the rows that are not text, and reports the first."""
+
+    console: Console
+    count: int = 0
+    first: str = ""
+
+    def __call__(self, damage: str) -> None:
+        if not self.count:
+            self.first = damage
+            self.console.print(damage, style="yellow", highlight=False, markup=False)
+        self.count += 1
+
+    def check(self, most: float, documents: int) -> None:
+        """Refuse more than a share of `most` of the documents."""
+        found = f"{self.count:,} damaged lines or rows in {documents:,} documents"
+        if self.count > most * documents:
+            raise UserError(f"{self.first}: there are {found}, more than max_damaged={most} allows")
+        if self.count:
+            self.console.print(f"{found}: wrong bytes became U+FFFD, rows without text were left out", style="yellow")
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Explains what the system refuses, such as writing to a full disk."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or "(os error " in str(error):  # a plain exception of tokenizers
+            raise UserError(f"out={str(out)!r} cannot be written: {error}") from None
+        raise
 
 
 def _find_sources(
@@ -163,7 +207,9 @@ def _sample(sources: list[Source], documents: int) -> Iterator[str]:
         # Rounded so that the numbers add up to `documents`.
         count = documents * (number + 1) // len(training) - documents * number // len(training)
         characters = TOKENIZER_CHARACTERS // len(training)
-        for text in islice((text for split, text in source.documents() if split == "train"), count):
+        # Damage is counted later, when all documents are read.
+        found = source.documents(damaged=lambda damage: None)
+        for text in islice((text for split, text in found if split == "train"), count):
             yield text[:characters]
             characters -= len(text)
             if characters <= 0:
@@ -249,8 +295,9 @@ def _write_shards(batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, sh
         ids, rest = np.split(np.concatenate(buffers[split]), [shard_tokens])
         buffers[split] = [rest] if len(rest) else []
         shards = splits[split]["shards"]
-        name, content = f"{split}-{len(shards):05d}.bin", ids.tobytes()
-        write_file(out / name, content)
+        name, content = shard_name(split, len(shards)), ids.tobytes()
+        with _writing(out):
+            write_file(out / name, content)
         sha256 = hashlib.sha256(content).hexdigest()
         shards.append({"file": name, "tokens": len(ids), "bytes": len(content), "sha256": sha256})
 
