@@ -14,6 +14,7 @@ from huggingface_hub.utils import logging as hub
 from transformers import AutoConfig
 
 import linformers_cli
+from linformers import demo
 from linformers.errors import UserError
 
 
@@ -61,6 +62,7 @@ finally:
         ("finetune nowhere.csv --out x", 2, "nowhere.csv"),
         ("finetune sst2 --out x --data nowhere", 2, "nowhere"),
         ("evaluate --model . --task nowhere.csv", 2, "nowhere.csv"),
+        ("verify nowhere", 2, "nowhere"),
         ("spectrum bert --text nowhere", 2, "nowhere"),
         ("choose-k bert --text nowhere", 2, "nowhere"),
     ],
@@ -127,6 +129,30 @@ def test_an_interrupt_during_the_imports_of_a_command_needs_no_traceback(tmp_pat
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+def test_closed_output_ends_a_command_quietly(tmp_path):
+    command = [sys.executable, "-m", "linformers", "predict", "--batch-size", "1"]
+    closed = subprocess.run([*command, __file__], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
+    assert (closed.returncode, closed.stderr.count("\n")) == (1, 1)
+    assert closed.stderr.startswith("error: standard output is closed")
+    (tmp_path / "lines.txt").write_text(f"{demo.SENTENCE}\n" * 200)
+    process = subprocess.Popen([*command, tmp_path / "lines.txt"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline()
+    process.stdout.close()  # as head does
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (141, b"")
+
+
+def test_predictions_are_utf_8_in_every_locale():
+    command = [sys.executable, "-m", "linformers", "predict", "--best", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    text = "un café très <mask>."
+    result = subprocess.run(command, input=text.encode(), env=environment, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert json.loads(result.stdout.decode("utf-8"))["text"] == text
+    assert "café".encode() in result.stdout
+
+
 def test_a_file_gets_no_control_characters(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = linformers_cli._console()
@@ -183,6 +209,7 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     answers = run("predict", "--model", tuned / "model", tmp_path / "lines.txt").splitlines()
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
     assert json.loads(run("evaluate", "--model", model, "--data", corpus))["perplexity"] > 1
+    assert run("verify", model).count(" is intact\n") == len(list(model.iterdir())) - 2  # not the card and the manifest
     assert 0 <= json.loads(run("evaluate", "--model", tuned / "model", "--task", task))["accuracy"] <= 100
     assert main(monkeypatch, "evaluate", "--model", tuned / "model", "--task", task, "--data", tmp_path) == 2
     assert "--data" in capsys.readouterr().err

@@ -176,10 +176,10 @@ def test_wrong_starts(finished, corpus, tmp_path):
 # Several processes.
 
 
-def start(recipe, folder, *launcher):
+def start(recipe, folder, *launcher, stdout=subprocess.DEVNULL):
     """A process, or several by a launcher, in a process group of its own."""
     command = [sys.executable, *launcher, "-m", "linformers", "pretrain", str(write(recipe, folder))]
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL if launcher else subprocess.PIPE}
+    output = {"stdout": stdout, "stderr": subprocess.DEVNULL if launcher else subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
@@ -277,3 +277,11 @@ def test_signal_to_a_process_group_saves(corpus, tmp_path):
     assert process.returncode == 143, errors[-2000:]
     assert checkpoints.newest_intact(tmp_path / "run", print) is not None
     assert json.loads((tmp_path / "run" / "run.json").read_text())["kind"] == "pretrain"
+
+
+def test_a_reader_that_ends_early_ends_the_run_quietly(corpus, tmp_path):
+    process = start(small.recipe(corpus, tmp_path / "run", steps=5000, log_every=1), tmp_path, stdout=subprocess.PIPE)
+    assert process.stdout.readline()
+    process.stdout.close()  # as head does
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (141, b"")
