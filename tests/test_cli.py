@@ -54,6 +54,8 @@ finally:
         ("bench --lengths 64,x", 2, "64,x"),
         ("bench --lengths -5", 2, "-5"),
         ("bench --windows [a]", 2, "[a]"),
+        *((f"{own} --out=", 2, "'' must be a folder") for own in ("demo", "bench", "spectrum bert", "finetune sst2")),
+        *((f"{own} --out=", 2, "'' must be a folder") for own in ("prepare .", "choose-k bert")),
         ("predict nowhere.txt", 2, "nowhere.txt"),
         ("predict --model nowhere", 2, "nowhere"),
         ("pretrain nowhere.yaml", 2, "nowhere.yaml"),

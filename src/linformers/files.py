@@ -66,7 +66,7 @@ def parse_json(content: str | bytes, where: object) -> dict[str, Any]:
     return parsed
 
 
-def write_file(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_bytes(content.encode() if isinstance(content, str) else content)

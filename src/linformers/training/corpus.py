@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..checks import is_number
 from ..errors import UserError
 from ..files import damage, file_damage, parse_json, read_bytes, read_json, write_file
 
@@ -176,7 +177,7 @@ def _sealed(manifest: dict[str, Any]) -> bytes:
 def _mismatch(value: Any, schema: Any, name: str = "it") -> str | None:
     """Where a value does not have the types of a schema."""
     if isinstance(schema, type):
-        right = type(value) is schema and (schema is not int or value >= 0)
+        right = is_number(value, int) and value >= 0 if schema is int else isinstance(value, schema)
         return None if right else f"{name} has a wrong value, expected {schema.__name__}"
     if not isinstance(value, type(schema)):
         return f"{name} has a wrong value, expected {type(schema).__name__}"

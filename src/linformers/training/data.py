@@ -27,6 +27,7 @@ MAX_CHARACTERS = 2**20
 MAX_ROW = 2**24
 MAX_COLUMN = 2**24
 MAX_EXPANSION = 50
+XZ_MEMORY = 2**28  # that the header of an .xz file may ask for; xz -9 asks for 2**26
 
 
 def file_type(path: Path) -> str:
@@ -58,6 +59,8 @@ def open_text(path: Path, errors: str = "replace") -> Iterator[TextIO]:
     decompress: Any = COMPRESSIONS.get(path.suffix.lower(), nullcontext)
     with raw, decompress(raw) as content:
         try:
+            if decompress is lzma.open:
+                lzma.LZMADecompressor(memlimit=XZ_MEMORY).decompress(raw.peek(), max_length=1)
             # utf-8-sig drops the byte order mark that some editors write.
             yield io.TextIOWrapper(content, encoding="utf-8-sig", errors=errors, newline="")
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, csv.Error) as error:

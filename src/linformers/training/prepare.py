@@ -100,7 +100,7 @@ def prepare(
             tracked = bars.track(all_sources, description="files")
             documents = chain.from_iterable(source.documents(damaged) for source in tracked)
             tokens = encode(documents, out / TOKENIZER / "tokenizer.json", encoder.eos_token_id, dtype, workers)
-            splits = _write_shards(tokens, out, shard_tokens)
+            splits = _write_shards(tokens, out, dtype, shard_tokens)
         damaged.check(max_damaged, sum(split["documents"] for split in splits.values()))
         if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
@@ -286,26 +286,28 @@ def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, s
         yield batch
 
 
-def _write_shards(batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int) -> dict[str, Any]:
+def _write_shards(
+    batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, dtype: np.dtype, shard_tokens: int
+) -> dict[str, Any]:
     """Write documents to shards of at most `shard_tokens` tokens; returns the splits of the manifest."""
     splits: dict[str, Any] = {name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")}
-    buffers: dict[str, list[np.ndarray]] = {name: [] for name in splits}
+    buffers, size = {name: bytearray() for name in splits}, shard_tokens * dtype.itemsize
 
     def write_shard(split: str) -> None:
-        ids, rest = np.split(np.concatenate(buffers[split]), [shard_tokens])
-        buffers[split] = [rest] if len(rest) else []
         shards = splits[split]["shards"]
-        name, content = shard_name(split, len(shards)), ids.tobytes()
-        with _writing(out):
-            write_file(out / name, content)
-        sha256 = hashlib.sha256(content).hexdigest()
-        shards.append({"file": name, "tokens": len(ids), "bytes": len(content), "sha256": sha256})
+        name = shard_name(split, len(shards))
+        with memoryview(buffers[split])[:size] as content:
+            with _writing(out):
+                write_file(out / name, content)
+            tokens, sha256 = len(content) // dtype.itemsize, hashlib.sha256(content).hexdigest()
+            shards.append({"file": name, "tokens": tokens, "bytes": len(content), "sha256": sha256})
+        del buffers[split][:size]
 
     for split, ids in chain.from_iterable(batches):
         splits[split]["documents"] += 1
         splits[split]["tokens"] += len(ids)
-        buffers[split].append(ids)
-        while splits[split]["tokens"] - shard_tokens * len(splits[split]["shards"]) >= shard_tokens:
+        buffers[split] += ids.tobytes()
+        while len(buffers[split]) >= size:
             write_shard(split)
     for split in splits:
         if buffers[split]:

@@ -153,7 +153,7 @@ def _parse(change: str) -> dict[str, Any]:
     try:
         value = yaml.load(text, _Loader)
     except (ValueError, yaml.YAMLError):
-        raise UserError(f"{change!r}: the value is not YAML") from None
+        raise UserError(f"{change!r}: the value is not YAML of a recipe") from None
     section, _, key = name.partition(".")
     if not key:
         return {name: value}
@@ -190,7 +190,7 @@ def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[st
     try:
         values = yaml.load(content.decode(), _Loader)
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a recipe: expected keys and values")
     variants = _expand(path, values.pop("variants", None) or {})
