@@ -41,6 +41,9 @@ PICKLES += [
     "adapter_model.bin",
 ]
 
+# Fields of a config that may have any value: we, or transformers, ignore it.
+HARMLESS = ("id2label", "torch_dtype", "architectures")
+
 
 class Payload:
     """A pickle that creates a file when it is loaded."""
@@ -245,7 +248,7 @@ def malicious() -> Iterator[Row]:
         "local_window": 10**6,
         "id2label": "a" * 10**6,
     }.items():
-        yield f"{key} in config.json", "model", "load", edit("config.json", key, value), key != "id2label"
+        yield f"{key} in config.json", "model", "load", edit("config.json", key, value), key not in HARMLESS
     yield (
         "base model of an adapter",
         "model",
@@ -279,7 +282,7 @@ def malicious() -> Iterator[Row]:
             put("checkpoint-20/model.safetensors", content),
             True,
         )
-    for where in ("../../secret.safetensors", "/etc/passwd", "missing.safetensors", 7, None):
+    for where in ("../secret.safetensors", "/etc/passwd", "missing.safetensors", 7, None):
         index = json.dumps({"metadata": {}, "weight_map": {"linformer.embeddings.norm.weight": where}})
 
         def traverse(target: Path, index: str = index) -> None:
@@ -291,8 +294,8 @@ def malicious() -> Iterator[Row]:
         yield f"{name} is a pipe", "model", "predict", pipe(name), True
         yield f"{name} links to /dev/zero", "model", "predict", link(name, "/dev/zero"), True
     yield "an index of weights that is a pipe", "model", "load", pipe("model.safetensors.index.json"), True
-    yield "special_tokens_map.json is a pipe", "model", "predict", pipe("special_tokens_map.json"), True
-    yield "chat_template.jinja is a pipe", "model", "predict", pipe("chat_template.jinja"), True
+    yield "special_tokens_map.json is a pipe", "model", "predict", pipe("special_tokens_map.json"), False
+    yield "chat_template.jinja is a pipe", "model", "predict", pipe("chat_template.jinja"), False
     for name in ("run.json", "metrics.jsonl", "checkpoint-20/manifest.json", "checkpoint-20/training.json"):
         yield f"{name} is a pipe", "killed run", "resume", pipe(name), False
 
