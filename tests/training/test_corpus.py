@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from linformers.files import write_folder
 from linformers.training import corpus, prepare
-from linformers.training.checkpoints import write_folder
 from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash, write_manifest
 
 from ..modes import refused

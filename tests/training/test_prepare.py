@@ -323,7 +323,7 @@ def test_memory_does_not_grow_with_the_corpus(prepared, tmp_path):
 def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatch):
     """What is left is not a corpus and has no broken shard; the next run removes it."""
     shards, flush = len(list(prepared.glob("*.bin"))), files._flush
-    before = 2 + len(list((prepared / "tokenizer").iterdir()))  # the tokenizer's files and folders come first
+    before = 3 + len(list((prepared / "tokenizer").iterdir()))  # the tokenizer's files and folders come first
     for number in (1, before, before + 1, before + 4, before + shards, before + shards + 1):
         out, flushed = tmp_path / str(number), []
 
