@@ -62,6 +62,14 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
     assert files.damage(run / "checkpoint-24") is None
 
 
+@pytest.mark.parametrize("name", ["trainer_state.json", "training.json"])
+def test_a_checkpoint_with_nested_json_is_refused(name, corpus, run):
+    (run / "checkpoint-24" / name).write_text('{"a":' * 10**5)
+    files.write_manifest(run / "checkpoint-24")
+    with refused(f"{name} is damaged: its lists and objects are nested more than 64 deep"):
+        small.train(small.recipe(corpus, run))
+
+
 def test_damage_of_the_manifest(tmp_path):
     assert "manifest.json is missing" in files.damage(tmp_path)
     for wrong in ("{", "[]", "{}", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
@@ -168,7 +176,7 @@ def test_folder_of_another_run(tmp_path):
         claim(model={"k": 3}, seed=1)
     with refused("holds a run of linformers pretrain"):
         claim("finetune")
-    for content in ("", "{}", "[]"):
+    for content in ("", "{}", "[]", '{"a":' * 10**5):
         (tmp_path / "run.json").write_text(content)
         with refused("run.json is damaged"):
             claim()

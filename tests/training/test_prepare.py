@@ -38,7 +38,8 @@ def test_batches_have_a_bounded_size():
     batches = list(prepare._batches(iter(documents)))
     assert len(batches) >= 2
     sizes = [sum(len(item) for _, item in batch) for batch in batches]
-    assert all(2**20 <= size < 2**20 + len(documents[0][1]) for size in sizes[:-1])
+    least = prepare.BATCH_CHARACTERS
+    assert all(least <= size < least + len(documents[0][1]) for size in sizes[:-1])
     assert [document for batch in batches for document in batch] == documents
 
 

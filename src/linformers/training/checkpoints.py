@@ -25,6 +25,7 @@ from ..files import (
     check_files,
     damage,
     file_hash,
+    read_json,
     remove_folder,
     states,
     write_file,
@@ -110,7 +111,7 @@ def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = 
     if not path.exists():
         raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
     try:
-        saved = _flat(json.loads(path.read_text()))
+        saved = _flat(read_json(path))
         saved_kind = saved["kind"]
     except (ValueError, KeyError, AttributeError):
         raise UserError(f"{path} is damaged: it does not describe a run") from None

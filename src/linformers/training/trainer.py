@@ -137,7 +137,7 @@ class ExactTrainer(Trainer):
         if checkpoint is None:
             return
         tensors = load_file(Path(checkpoint) / OPTIMIZER)
-        self._restored = json.loads((Path(checkpoint) / TRAINING).read_text())
+        self._restored = files.read_json(Path(checkpoint) / TRAINING)
         checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
         for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
             group.update(saved)
@@ -145,7 +145,7 @@ class ExactTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            states = json.loads((Path(checkpoint) / TRAINING).read_text())["random"]
+            states = files.read_json(Path(checkpoint) / TRAINING)["random"]
             if self.args.process_index < len(states):  # additional processes keep their own
                 checkpoints.load_random_state(states[self.args.process_index])
 
@@ -310,6 +310,8 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
 
     resume = checkpoints.newest_intact(Path(trainer.args.output_dir), say)
     step = trainer.check_shared("checkpoints of steps", checkpoints.step_of(resume) if resume else 0)
+    if resume is not None:
+        files.read_json(resume / STATE)  # transformers reads it without bounds
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
