@@ -33,6 +33,11 @@ def check_positive(name: str, value: Any, otherwise: str = "") -> None:
         raise UserError(f"{name}={value!r} must be a positive number{otherwise}")
 
 
+def check_range(name: str, value: Any, least: float, most: float, otherwise: str = "") -> None:
+    if not (is_number(value) and least <= value <= most):
+        raise UserError(f"{name}={value!r} must be a number from {least:g} to {most:g}{otherwise}")
+
+
 def check_probability(name: str, value: Any) -> None:
     if not (is_number(value) and 0 <= value < 1):
         raise UserError(f"{name}={value!r} must be a probability: at least 0 and below 1")
@@ -50,7 +55,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
-    if value in choices:
+    if isinstance(value, str) and value in choices:
         return
     nearest = nearest_name(value, choices, cutoff=0.5) if isinstance(value, str) else None
     raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{did_you_mean(nearest)}")

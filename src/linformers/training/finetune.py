@@ -12,18 +12,17 @@ from typing import Any
 
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
-from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
-from ..checks import check_choice, check_model, check_positive, check_size, make_folder
+from .. import LinformerForSequenceClassification, LinformerModel
+from ..checks import check_choice, check_positive, check_size, make_folder
 from ..errors import UserError
 from ..files import damage, read_json, write_file, write_folder
 from ..provenance import sentence
 from . import checkpoints, tasks
-from .prepare import MODEL_INPUTS
 from .pretrain import model_card, save_model
 from .recipe import COMPILE, PRECISIONS
-from .rows import EpochOrder, collate, encode, longest_first
+from .rows import EpochOrder, collate, encode, load_tokenizer, longest_first
 from .tasks import TaskData, classification_metrics, plus_minus, spread
 from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
@@ -213,18 +212,6 @@ def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClas
     classifier = LinformerForSequenceClassification(encoder.config)
     classifier.base_model.load_state_dict(encoder.state_dict())
     return classifier
-
-
-def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, with `max_length`, or all that the model takes, as its `model_max_length`."""
-    check_model("model", folder)
-    # False: a folder's own code never runs, not even if the first line on standard input says yes.
-    tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=MODEL_INPUTS, trust_remote_code=False)
-    n = LinformerConfig.from_pretrained(folder).max_position_embeddings
-    if max_length > n:
-        raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
-    tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
-    return tokenizer
 
 
 def _check_intact(folder: Path) -> Path:

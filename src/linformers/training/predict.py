@@ -24,9 +24,7 @@ from ..errors import UserError
 from . import tasks
 from .corpus import Corpus, tokenizer_hash
 from .data import open_text
-from .finetune import load_tokenizer
-from .pretrain import validation_rows
-from .rows import IGNORED, Vocabulary, already_batched, collate, encode, longest_first
+from .rows import IGNORED, Vocabulary, already_batched, collate, encode, load_tokenizer, longest_first
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
@@ -139,6 +137,8 @@ def evaluate(
 
 def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share: float) -> dict[str, Any]:
     """Perplexity of masked tokens of a corpus's validation set, with the masks of pretraining."""
+    from .pretrain import validation_rows  # imports the Trainer, 60 MB that no prediction needs
+
     check_size("rows", rows)
     check_share("mask_share", mask_share)
     network, tokenizer, corpus = load_model(model, FILL_MASK), load_tokenizer(model), Corpus.open(data)
