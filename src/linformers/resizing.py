@@ -72,6 +72,8 @@ def check_weights(name: Any, kwargs: dict[str, Any]) -> None:
     if name is None or not folder.is_dir():
         return
     check_files(folder, MODEL_FILES)
+    if (folder / "config.json").exists():
+        read_json(folder / "config.json")
     for index in folder.glob("*.safetensors.index.json"):
         parts = read_json(index).get("weight_map")
         names = list(parts.values()) if isinstance(parts, dict) else [None]
