@@ -410,6 +410,6 @@ def test_peak_memory_of_the_command(tmp_path):
                 size += file.write(json.dumps({"text": " ".join([words[i] for i in ids])}) + "\n")
     command = [sys.executable, "-c", PEAK, "prepare", str(path), "--out", str(tmp_path / "out")]
     errors = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    megabytes = int(errors.split()[-1]) / 1024
+    megabytes = int(errors.split()[-1]) * 1024 / 1e6
     print(f"{size / 1e6:.0f} MB of text: {megabytes:.0f} MB")
     assert megabytes < 600

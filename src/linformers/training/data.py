@@ -81,14 +81,14 @@ def documents(
     """
     if isinstance(source, Path) and file_type(source) not in TABLES:
         with open_text(source, "surrogateescape") as file:
-            yield from _split(source, _lines(source, file, MAX_CHARACTERS, damaged))
+            yield from _split(_lines(source, file, MAX_CHARACTERS, damaged))
         return
     for where, row in _rows(source, [text_column], split, damaged):
         text = row[text_column]
         if text is not None and not isinstance(text, str):
             damaged(f"{where}: {text_column!r} is of type {type(text).__name__}, not text")
         elif text and len(text) > MAX_CHARACTERS:
-            yield from _split(source, iter(io.StringIO(text, newline="")))
+            yield from _split(io.StringIO(text, newline=""))
         elif text and text.strip():
             yield text
 
@@ -140,6 +140,8 @@ def _text_rows(path: Path, damaged: Callable[[str], None]) -> Iterator[tuple[str
 def _lines(path: Path, file: TextIO, most: int, damaged: Callable[[str], None]) -> Iterator[str]:
     """The lines of a file that is open with `surrogateescape`, cut after `most` characters."""
     for number, line in enumerate(iter(lambda: file.readline(most), ""), 1):
+        if "\0" in line:
+            raise UserError(f"{path}, line {number} is not UTF-8 text: it has NUL bytes")
         try:
             line.encode()
         except UnicodeEncodeError:
@@ -199,12 +201,10 @@ def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:
     return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items()}
 
 
-def _split(source: Path | str, lines: Iterable[str]) -> Iterator[str]:
+def _split(lines: Iterable[str]) -> Iterator[str]:
     """A text in pieces of at least `MAX_CHARACTERS`, except the last, that end before a blank line if there is one."""
     piece = io.StringIO()
     for line in lines:
-        if "\0" in line:
-            raise UserError(f"{source} is not UTF-8 text: it has NUL bytes")
         if piece.tell() >= MAX_CHARACTERS and (not line.strip() or piece.tell() >= 2 * MAX_CHARACTERS):
             yield piece.getvalue()
             piece = io.StringIO()

@@ -51,7 +51,7 @@ def prepare(
     text_column: str = "text",
     max_damaged: float = 0.001,
     tokenizer_documents: int = 12_000,
-    shard_tokens: int = 2**24,
+    shard_tokens: int = 2**23,
     workers: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
