@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.utils import logging as hub
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import linformers_cli
 from linformers import demo
@@ -181,6 +181,27 @@ def test_an_unreachable_hub_is_reported_in_one_sentence(monkeypatch, tmp_path, c
     with pytest.raises(OSError, match="no connection"):
         AutoConfig.from_pretrained("some/model")
     assert logged  # outside of our commands
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"prepare {__file__} --tokenizer org/name",
+        f"spectrum org/name --text {__file__}",
+        f"choose-k org/name --budget 8 --text {__file__}",
+    ],
+)
+def test_a_revision_reaches_the_hub(command, monkeypatch, tmp_path):
+    asked = []
+
+    def load(name, **options):
+        asked.append((name, options["revision"], options["trust_remote_code"]))
+        raise OSError("offline")
+
+    for auto_class in (AutoConfig, AutoTokenizer):
+        monkeypatch.setattr(auto_class, "from_pretrained", load)
+    assert main(monkeypatch, *command.split(), "--out", tmp_path / "out", "--revision", "abc123") == 2
+    assert asked == [("org/name", "abc123", False)]
 
 
 def test_text_to_predictions(tmp_path, monkeypatch, capsys):

@@ -34,6 +34,8 @@ def table(path, rows, labels=("cat", "dog")):
 
 def test_results(tuned, task):
     results = json.loads((tuned / "results.json").read_text())
+    start = json.loads((tuned / "run.json").read_text())["hash"]["weights"]
+    assert f"(sha256 `{start}`)" in (tuned / "model" / "README.md").read_text()
     seeds = results["seeds"]
     assert [seed["seed"] for seed in seeds] == [0, 1]
     accuracies = [seed["accuracy"] for seed in seeds]

@@ -141,9 +141,7 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
         # A folder's own code never runs, not even if the first line on standard input answers yes.
         tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=MODEL_INPUTS, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"model={str(folder)!r}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"model={str(folder)!r}: its tokenizer does not load: {str(error).splitlines()[0]}") from None
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
     if max_length > n:
         raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
