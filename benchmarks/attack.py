@@ -290,7 +290,8 @@ def run(case: Case, kit: Path, folder: Path) -> Iterator[Any]:
     late = late or code == -signal.SIGXCPU
     said = log.read_text(errors="replace")
     seconds, peak = json.loads(report.read_text()) if report.exists() else (SECONDS * late, 0)
-    written = [str(path.relative_to(folder)) for path in set(folder.rglob("*")) - before]
+    new = sorted(path for path in set(folder.rglob("*")) - before if path.is_file() and path.name != ".lock")
+    written = [str(path.relative_to(folder)) for path in new]
     result = result_of(case, folder, said) if code == 0 else None
     errors = [line for line in said.splitlines() if line.startswith(("error: ", "Usage: "))]
     if (folder / MARKER).exists():

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import random
+import re
 
 import pytest
 import typer
 from benchmarks import attack
 
-SAMPLES = {"flips": 16, "truncations": 6, "missing": 12, "malicious": 24, "invocations": 24}
+SAMPLES = {"flips": 12, "truncations": 6, "missing": 6, "malicious": 12, "invocations": 12}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,9 @@ def attempt(kit, *cases):
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sample", "all"])
 def test_nothing_is_silent_and_nothing_runs(part, everything, kit):
     cases = list(attack.PARTS[part](kit, attack.COUNTS.get(part, 0), 0))
-    cases = cases if everything else random.Random(0).sample(cases, SAMPLES[part])
+    if not everything:
+        quick = [case for case in cases if not re.search("bomb|gigabyte|pipe", case.name)]
+        cases = random.Random(0).sample(quick, SAMPLES[part])
     found = attempt(kit, *cases)
     assert len(found) == len(cases)
     assert [(case, own.verdict, own.said) for case, own in found if own.verdict not in attack.FINE] == []

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .. import LinformerForMaskedLM, files
+from ..checks import plain
 from ..errors import UserError
 from ..progress import progress
 from . import checkpoints
@@ -145,9 +146,14 @@ class ExactTrainer(Trainer):
             return
         with _reading(checkpoint):
             tensors = load_file(Path(checkpoint) / OPTIMIZER)
-            self._restored = files.read_json(Path(checkpoint) / TRAINING)
+            restored = files.read_json(Path(checkpoint) / TRAINING)
+            losses, last_logged = [float(loss) for loss in restored["losses"]], int(restored["last_logged"])
+            self._restored = {**restored, "losses": losses, "last_logged": last_logged}
             checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
             for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
+                types = [{name: type(plain(own[name])) for name in own if name != "params"} for own in (group, saved)]
+                if types[0] != types[1]:
+                    raise ValueError("its optimizer has other settings")
                 group.update(saved)
             self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **self._restored["scheduler"]})
 
@@ -333,6 +339,11 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
     step = trainer.check_shared("checkpoints of steps", checkpoints.step_of(resume) if resume else 0)
     if resume is not None:
         files.read_json(resume / STATE)  # transformers reads it without bounds
+        with _reading(resume):
+            if not all(
+                isinstance(entry, dict) for entry in TrainerState.load_from_json(str(resume / STATE)).log_history
+            ):
+                raise ValueError("its log has a wrong entry")
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
