@@ -9,6 +9,21 @@ import pytest
 import typer
 from benchmarks import attack
 
+# What once failed, and no other test covers.
+FINDINGS = (
+    "index of weights that names ../secret.safetensors",
+    "model.safetensors is a pipe",
+    "weights of a checkpoint: a weight of another shape",
+    "training.json: groups",
+    "training.json: losses",
+    "trainer_state.json: log_history",
+    "tokenizer_config.json: nested",
+    "tokenizer_config.json: mask_token",
+    "tokenizer.json: normalizer",
+    "bomb.txt.gz",
+    "labeled bomb.parquet",
+    "pretrain {kit}/recipe.yaml out={case}/out seed=99999999999999999999",
+)
 SAMPLES = {"flips": 12, "truncations": 6, "missing": 6, "malicious": 12, "invocations": 12}
 
 
@@ -29,7 +44,8 @@ def test_nothing_is_silent_and_nothing_runs(part, everything, kit):
     cases = list(attack.PARTS[part](kit, attack.COUNTS.get(part, 0), 0))
     if not everything:
         quick = [case for case in cases if not re.search("bomb|gigabyte|pipe", case.name)]
-        cases = random.Random(0).sample(quick, SAMPLES[part])
+        found_before = [case for case in cases if case.name in FINDINGS]
+        cases = [*found_before, *random.Random(0).sample(quick, SAMPLES[part])]
     found = attempt(kit, *cases)
     assert len(found) == len(cases)
     assert [(case, own.verdict, own.said) for case, own in found if own.verdict not in attack.FINE] == []
