@@ -324,7 +324,6 @@ def malicious() -> Iterator[Row]:
     for path, value in {
         "added_tokens.0.id": 2**32 - 1,
         "model.vocab.the": 2**32 - 1,
-        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA////"},
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
         "decoder": {"type": "Sequence", "decoders": "a"},
         "post_processor": {

@@ -19,7 +19,7 @@ FINDINGS = (
     "trainer_state.json: log_history",
     "tokenizer_config.json: nested",
     "tokenizer_config.json: mask_token",
-    "tokenizer.json: normalizer",
+    "tokenizer.json: decoder",
     "bomb.txt.gz",
     "labeled bomb.parquet",
     "pretrain {kit}/recipe.yaml out={case}/out seed=99999999999999999999",

@@ -166,9 +166,7 @@ def open_tokenizer(name: str, where: str, **options: Any) -> Any:
     try:
         # A folder's own code never runs, not even if the first line on standard input answers yes.
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the tokenizers library raises Exception itself, and panics in Rust are none
+    except Exception as error:  # the tokenizers library raises no class of its own
         reason = str(error).split("\n")[0]
         raise UserError(f"{where}: the tokenizer does not load: {reason}") from error
 
