@@ -23,7 +23,7 @@ MODELS = sorted(set(AUTO_CLASSES.values()), key=lambda model_class: model_class.
 FIELDS = {field.name for field in dataclasses.fields(LinformerConfig)} | {"num_labels", "attn_implementation"}
 # Values of wrong types, out of range, or at its ends; none of them is a size that would fill the memory.
 ODD = [None, True, False, 0, -1, 1, 2, 3, 1.0, 0.5, 1.5, math.nan, math.inf, -math.inf, 1e300, 1e-300, 1e-45, 1e30]
-ODD += [2**40, 2**63, 2**64, -(2**63), 10**400, "", "1", "linear", "cls", "org/name", "\n", [], [[]], [None], {}]
+ODD += [2**40, 2**63, 2**64, -(2**63), 10**400, "", "1", "linear", "cls", "no/such/name", "\n", [], [[]], [None], {}]
 ODD += [(4, 4), [4, 4], [[4, 4], [4, 4]], [[[4]]], {"a": 1}, {0: "a", 1: "b"}, b"x", {1, 2}, object, print, 1j]
 ODD += [np.int64(4), np.float32(0.1), np.array([4, 4]), np.nan, torch.tensor(4), torch.float16]
 
@@ -69,8 +69,8 @@ def random_fields(random):
         "projection_scale": (None, 0.12, 1.0, n / 2, *config.RANGES["projection_scale"]),
         "initial_self_score": (None, 1.0, 6.5, *config.RANGES["initial_self_score"]),
         "initializer_range": (0.02, *config.RANGES["initializer_range"]),
-        "layer_norm_eps": (1e-12, 1e-5, *config.RANGES["layer_norm_eps"]),
-        "hidden_dropout_prob": (0.0, 0.1, 0.99),
+        "layer_norm_eps": (1e-5, *config.RANGES["layer_norm_eps"]),
+        "hidden_dropout_prob": (0.0, 0.1, 0.5),
         "attention_probs_dropout_prob": (0.0, 0.1, 0.99),
         "classifier_dropout": (None, 0.5),
         "chunk_size_feed_forward": (0, 1, 5),
