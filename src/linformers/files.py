@@ -158,6 +158,9 @@ def check_files(folder: Path, patterns: Sequence[str]) -> None:
 
     Only the files of a tokenizer may be missing in it: a tokenizer is often saved later than its model.
     """
+    for path in folder.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):  # such as a pipe, which could be read forever
+            raise UserError(f"{path} is neither a file nor a folder")
     if not (folder / MANIFEST).exists():
         return
     manifest = read_manifest(folder)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from .checks import check_size
 from .config import WITHOUT_K, LinformerConfig
 from .errors import UserError
-from .files import MODEL_FILES, check_files
+from .files import MODEL_FILES, check_files, read_json
 from .projections import Projections
 
 # Arguments of `from_pretrained` that locate a checkpoint.
@@ -72,6 +72,13 @@ def check_weights(name: Any, kwargs: dict[str, Any]) -> None:
     if name is None or not folder.is_dir():
         return
     check_files(folder, MODEL_FILES)
+    if (folder / "config.json").exists():
+        read_json(folder / "config.json")
+    for index in folder.glob("*.safetensors.index.json"):
+        parts = read_json(index).get("weight_map")
+        names = list(parts.values()) if isinstance(parts, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name and (folder / name).is_file() for name in names):
+            raise UserError(f"{index} is damaged: its weight_map must name files beside it")
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles and kwargs["use_safetensors"] and not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no safetensors but {pickles[0]}, a pickle, which can run code: convert it")

@@ -85,7 +85,7 @@ class Corpus:
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer; its vocabulary and end-of-text token must be those of the manifest."""
-        tokenizer = AutoTokenizer.from_pretrained(self.folder / TOKENIZER)
+        tokenizer = open_tokenizer(str(self.folder / TOKENIZER), f"data={str(self.folder)!r}")
         actual = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": tokenizer.eos_token_id}
         for name, value in actual.items():
             if value != self.manifest[name]:
@@ -159,6 +159,16 @@ def shard_name(split: str, number: int) -> str:
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def open_tokenizer(name: str, where: str, **options: Any) -> Any:
+    """A tokenizer from a folder or the hub; if it does not load, the error begins with `where`."""
+    try:
+        # A folder's own code never runs, not even if the first line on standard input answers yes.
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:  # the tokenizers library raises no class of its own
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{where}: the tokenizer does not load: {reason}") from error
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -173,8 +173,13 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]
             _check_columns(path, columns, file.schema_arrow.names)
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 _check_expansion(path, columns, map(group.column, range(group.num_columns)))
+            read, most = 0, max(MAX_COLUMN, MAX_EXPANSION * path.stat().st_size)
             for batch in file.iter_batches(batch_size=16, columns=list(columns)):
-                yield from batch.to_pylist()
+                rows = batch.to_pylist()
+                read += sum(len(value) for row in rows for value in row.values() if isinstance(value, str))
+                if read > most:  # a value in a dictionary takes its space once, however often it occurs
+                    raise UserError(f"{path} would expand to more than {most:,} characters: write it again")
+                yield from rows
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged or not what its name says: {str(error).splitlines()[0]}") from None
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from io import TextIOWrapper
 from itertools import islice
@@ -23,7 +23,7 @@ from ..checks import check_model, check_share, check_size
 from ..errors import UserError
 from . import tasks
 from .corpus import Corpus, tokenizer_hash
-from .data import open_text
+from .data import MAX_ROW, open_text
 from .rows import IGNORED, Vocabulary, already_batched, collate, encode, load_tokenizer, longest_first
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
@@ -38,8 +38,16 @@ def predict(model: Path, file: Path | None, out: TextIO, **options: Any) -> None
             stream.reconfigure(encoding="utf-8", errors="replace")
     if file is None and sys.stdin is None:
         raise UserError("standard input is closed: name a file")
-    with open_text(file) if file else nullcontext(sys.stdin) as lines:
-        predict_lines(model, lines, out, **options)
+    with open_text(file) if file else nullcontext(sys.stdin) as opened:
+        predict_lines(model, _lines(opened, str(file or "standard input")), out, **options)
+
+
+def _lines(file: TextIO, name: str) -> Iterator[str]:
+    """The lines of a file; a few bytes of a compressed file can be a line of gigabytes."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_ROW), ""), 1):
+        if len(line) == MAX_ROW:
+            raise UserError(f"{name}, line {number} has {MAX_ROW:,} characters or more")
+        yield line
 
 
 def predict_lines(
@@ -57,6 +65,8 @@ def predict_lines(
         raise UserError(f"best={best} exceeds the {len(tokenizer)} tokens of the vocabulary")
     purpose = purpose_of(model)
     classifies = purpose == CLASSIFY
+    if not classifies and tokenizer.mask_token is None:
+        raise UserError(f"model={str(model)!r} fills in masks, and its tokenizer has no mask token")
     if pairs and not classifies:
         raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
     network, options = load_model(model, purpose), {"truncation": True, "max_length": tokenizer.model_max_length}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ..checks import check_probability, check_share, check_size, make_folder
 from ..errors import UserError
@@ -26,7 +26,16 @@ from ..files import damage, write_file, write_folder
 from ..progress import progress
 from . import data
 from .checkpoints import locked
-from .corpus import FORMAT, MANIFEST, TOKENIZER, shard_name, tokenizer_hash, vocabulary_size, write_manifest
+from .corpus import (
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    open_tokenizer,
+    shard_name,
+    tokenizer_hash,
+    vocabulary_size,
+    write_manifest,
+)
 
 # What the models take. BERT's tokenizers would also return token types.
 MODEL_INPUTS = ["input_ids", "attention_mask"]
@@ -236,12 +245,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerFast:
     """Load a tokenizer from a folder or the hub, and check that it has the special tokens that pretraining needs."""
-    try:
-        options: Any = {"revision": revision or "main", "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=MODEL_INPUTS, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None
+    options = {"revision": revision or "main", "model_input_names": MODEL_INPUTS}
+    tokenizer = open_tokenizer(name, f"tokenizer={name!r}, a folder or a name on the hub", **options)
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer={name!r} has no tokenizer.json: only fast tokenizers work")
     if tokenizer.eos_token is None and tokenizer.sep_token is not None:  # as in BERT

@@ -228,6 +228,8 @@ def _model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_count(name: str, value: Any) -> None:
     if not checks.is_number(value, int) or value < 0:
         raise UserError(f"{name}={value!r} must be 0 or a positive integer")
+    if value >= 2**32:  # a seed of NumPy's
+        raise UserError(f"{name}={value!r} must be below 2^32")
 
 
 def _check_key(name: str, names: Sequence[str]) -> None:

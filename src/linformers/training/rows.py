@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .. import LinformerConfig
 from ..checks import check_model
 from ..errors import UserError
-from .corpus import TokenStream
+from .corpus import TokenStream, open_tokenizer
 from .prepare import MODEL_INPUTS
 
 IGNORED = -100  # the label of tokens that are not predicted
@@ -137,11 +137,7 @@ class Example(NamedTuple):
 def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
     """A model's tokenizer, with `max_length`, or all that the model takes, as its `model_max_length`."""
     check_model("model", folder)
-    try:
-        # A folder's own code never runs, not even if the first line on standard input answers yes.
-        tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=MODEL_INPUTS, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model={str(folder)!r}: its tokenizer does not load: {str(error).splitlines()[0]}") from None
+    tokenizer = open_tokenizer(str(folder), f"model={str(folder)!r}", model_input_names=MODEL_INPUTS)
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
     if max_length > n:
         raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")

@@ -7,6 +7,8 @@ import json
 import math
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .. import LinformerForMaskedLM, files
+from ..checks import plain
 from ..errors import UserError
 from ..progress import progress
 from . import checkpoints
@@ -132,21 +135,34 @@ class ExactTrainer(Trainer):
     @torch.no_grad()
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         weights = self._weights()
-        for name, value in load_file(Path(resume_from_checkpoint) / MODEL).items():
-            weights[name].copy_(checkpoints.shard_like(value, weights[name]))
+        with _reading(resume_from_checkpoint):
+            saved = load_file(Path(resume_from_checkpoint) / MODEL)
+            shapes = ({name: value.shape for name, value in tensors.items()} for tensors in (saved, weights))
+            if next(shapes) != next(shapes):
+                raise ValueError("its weights are those of another model")
+            for name, value in saved.items():
+                weights[name].copy_(checkpoints.shard_like(value, weights[name]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        tensors = load_file(Path(checkpoint) / OPTIMIZER)
-        self._restored = files.read_json(Path(checkpoint) / TRAINING)
-        checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
-        for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
-            group.update(saved)
-        self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **self._restored["scheduler"]})
+        with _reading(checkpoint):
+            tensors = load_file(Path(checkpoint) / OPTIMIZER)
+            restored = files.read_json(Path(checkpoint) / TRAINING)
+            losses, last_logged = [float(loss) for loss in restored["losses"]], int(restored["last_logged"])
+            self._restored = {**restored, "losses": losses, "last_logged": last_logged}
+            checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
+            for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
+                types = [{name: type(plain(own[name])) for name in own if name != "params"} for own in (group, saved)]
+                if types[0] != types[1]:
+                    raise ValueError("its optimizer has other settings")
+                group.update(saved)
+            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **self._restored["scheduler"]})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
+        if checkpoint is None:
+            return
+        with _reading(checkpoint):
             states = files.read_json(Path(checkpoint) / TRAINING)["random"]
             if self.args.process_index < len(states):  # additional processes keep their own
                 checkpoints.load_random_state(states[self.args.process_index])
@@ -284,6 +300,17 @@ def _ignore_signals(then: Any, worker: int) -> None:
         then(worker)
 
 
+@contextmanager
+def _reading(checkpoint: str | Path) -> Iterator[None]:
+    """Name a checkpoint whose hashes are right and whose content is not that of the run."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint} is damaged, or of another run: {str(error).splitlines()[0]}") from error
+
+
 def common_arguments(precision: str) -> dict[str, Any]:
     """Training arguments that every run of an `ExactTrainer` has."""
     on_gpu = torch.cuda.is_available()
@@ -337,6 +364,11 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
     step = trainer.check_shared("checkpoints of steps", checkpoints.step_of(resume) if resume else 0)
     if resume is not None:
         files.read_json(resume / STATE)  # transformers reads it without bounds
+        with _reading(resume):
+            if not all(
+                isinstance(entry, dict) for entry in TrainerState.load_from_json(str(resume / STATE)).log_history
+            ):
+                raise ValueError("its log has a wrong entry")
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
