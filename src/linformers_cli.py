@@ -10,13 +10,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+try:
+    import typer
+    from typer.core import TyperGroup
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,8 +28,16 @@ if TYPE_CHECKING:
 # Endings of the files that `prepare` reads: any other name that does not exist may be a dataset on the hub.
 TEXT_FILES = (".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
 
+
+def _new_folder(name: object) -> Path:
+    if not str(name).strip():  # as a path, it would be the current folder
+        raise typer.BadParameter(f"{name!r} must be a folder.")
+    return Path(str(name))
+
+
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 FOLDER: dict[str, Any] = {"exists": True, "file_okay": False}
+NEW_FOLDER: dict[str, Any] = {"parser": _new_folder, "metavar": "PATH"}
 
 Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkpoint from pretrain or finetune.")]
 StartModel = Annotated[
@@ -35,6 +47,10 @@ Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the tasks o
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a hub name; a commit is always the same.", show_default="main"),
+]
 Texts = Annotated[
     list[Path], typer.Option(exists=True, help="File or folder of text, jsonl, csv or parquet; can be repeated.")
 ]
@@ -46,7 +62,7 @@ Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")
 Sharing = Annotated[
     str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
 ]
-Out = Annotated[Path, typer.Option(help="Output folder.")]
+Out = Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder.")]
 
 
 class Commands(TyperGroup):
@@ -55,6 +71,9 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read our output, such as head, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
+            raise typer.Exit(128 + 13) from None  # as if SIGPIPE had ended it
         except Exception as error:
             errors = sys.modules.get("linformers.errors")  # not loaded: the command line itself was wrong
             sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
@@ -101,16 +120,20 @@ def prepare(
         list[str],
         typer.Argument(help="Files or folders of text, jsonl, csv or parquet; or datasets on the Hugging Face Hub."),
     ],
-    out: Annotated[Path, typer.Option(help="Output folder for the tokenizer and the tokens.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder for the tokenizer and the tokens.")],
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 16384,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub name of a tokenizer to use instead of training one.")
     ] = None,
+    revision: Revision = None,
     validation: Annotated[list[str] | None, typer.Option(help="File or folder to hold out; can be repeated.")] = None,
     validation_share: Annotated[
         float, typer.Option(help="Share of documents to hold out, if --validation is not given.")
     ] = 0.005,
     text_column: TextColumn = "text",
+    max_damaged: Annotated[
+        float, typer.Option(help="Share of documents that may be damaged: no UTF-8 or text.")
+    ] = 0.001,
     tokenizer_documents: Annotated[int, typer.Option(min=1, help="Documents to train the tokenizer on.")] = 12000,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")] = None,
 ) -> None:
@@ -139,7 +162,7 @@ def pretrain(
 @app.command()
 def finetune(
     task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labeled csv, jsonl or parquet file.")],
-    out: Annotated[Path, typer.Option(help="Output folder for the results and the best model.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder for the results and the best model.")],
     model: StartModel = None,
     data: Data = None,
     test: Annotated[Path | None, typer.Option(**FILE, help="Labeled file to report on, if TASK is a file.")] = None,
@@ -203,6 +226,17 @@ def evaluate(
 
 
 @app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a model or checkpoint.")],
+    accept: Annotated[bool, typer.Option("--accept", help="Take the files as they are for intact.")] = False,
+) -> None:
+    """Compare the files of a model or checkpoint with the sizes and hashes in its manifest.json."""
+    from linformers.training import checkpoints
+
+    checkpoints.verify(folder, accept, _console())
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 600,
     out: Out = Path("runs/demo"),
@@ -248,6 +282,7 @@ def bench(
 def spectrum(
     model: Encoder,
     text: Texts,
+    revision: Revision = None,
     length: Length = None,
     sentences: Annotated[int, typer.Option(min=1, help="Number of passages.")] = 1000,
     at: Annotated[
@@ -269,6 +304,7 @@ def spectrum(
 def choose_k(
     model: Encoder,
     text: Texts,
+    revision: Revision = None,
     energy: Annotated[float | None, typer.Option(help="Share of P's squared singular values to keep.")] = None,
     budget: Annotated[int | None, typer.Option(help="Mean k to choose, instead of --energy.")] = None,
     per: Annotated[str, typer.Option(help="Choose one k per layer or per head.")] = "layer",
@@ -320,8 +356,30 @@ def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     _quiet()
+    file: Any = _Output(sys.stderr if stderr else sys.stdout)
     # A file gets no control characters, whatever FORCE_COLOR says.
-    return Console(stderr=stderr, force_terminal=(sys.stderr if stderr else sys.stdout).isatty())
+    return Console(file=file, force_terminal=file.isatty())
+
+
+class _Output:
+    """Standard output or error; once its reader or terminal is gone, a command goes on, and what it prints is lost."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        return len(text)
+
+    def flush(self) -> None:
+        self.write("")
 
 
 def _quiet() -> None:
@@ -338,8 +396,27 @@ def _command() -> str:
     return shlex.join(["linformers", *sys.argv[1:]])
 
 
+def answer_interrupts() -> None:
+    """From now on, Ctrl-C ends the process at once and without a traceback; files are written atomically.
+
+    An exception might arise inside an import or a destructor, which print, replace or lose it. A signal that is ignored
+    from the start, as in the background of a script, stays ignored.
+    """
+
+    def stop(number: int, frame: Any, os: Any = os) -> None:  # `os` is bound until the interpreter ends
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")  # bars hide the cursor
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
+
+
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is None:  # the next file that is opened would take its place
+        sys.exit("error: standard output is closed; redirect it to a file or to /dev/null")
+    answer_interrupts()
     try:
         app(prog_name="linformers")
     except SystemExit as ended:

@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 
 # Before torch computes anything: some virtual machines advertise AMX and trap on its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -16,6 +17,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Each process of the compiler would import torch for many seconds.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# In the background and under nohup, signals are ignored, and the commands that are tested would ignore them, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Fixed cases in CI, so that a red run can be repeated; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.utils import logging as hub
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import linformers_cli
+from linformers import demo
 from linformers.errors import UserError
 
 
@@ -25,6 +26,7 @@ def run_python(*arguments, **environment):
 def main(monkeypatch, *arguments):
     """Run the command line in this process; returns the exit code."""
     monkeypatch.setattr(sys, "argv", ["linformers", *map(str, arguments)])
+    monkeypatch.setattr(linformers_cli, "answer_interrupts", lambda: None)  # this process is not the command
     with pytest.raises(SystemExit) as ended:
         linformers_cli.main()
     return ended.value.code
@@ -53,6 +55,8 @@ finally:
         ("bench --lengths 64,x", 2, "64,x"),
         ("bench --lengths -5", 2, "-5"),
         ("bench --windows [a]", 2, "[a]"),
+        *((f"{own} --out=", 2, "'' must be a folder") for own in ("demo", "bench", "spectrum bert", "finetune sst2")),
+        *((f"{own} --out=", 2, "'' must be a folder") for own in ("prepare .", "choose-k bert")),
         ("predict nowhere.txt", 2, "nowhere.txt"),
         ("predict --model nowhere", 2, "nowhere"),
         ("pretrain nowhere.yaml", 2, "nowhere.yaml"),
@@ -61,6 +65,7 @@ finally:
         ("finetune nowhere.csv --out x", 2, "nowhere.csv"),
         ("finetune sst2 --out x --data nowhere", 2, "nowhere"),
         ("evaluate --model . --task nowhere.csv", 2, "nowhere.csv"),
+        ("verify nowhere", 2, "nowhere"),
         ("spectrum bert --text nowhere", 2, "nowhere"),
         ("choose-k bert --text nowhere", 2, "nowhere"),
     ],
@@ -120,11 +125,80 @@ def test_under_torchrun_the_interpreter_is_not_shut_down(option, code, environme
     assert ("shut down" in result.stdout) == (not environment)
 
 
-def test_an_interrupt_during_the_imports_of_a_command_needs_no_traceback(tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")  # a signal is ignored in the background
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(
+    ("module", "content"),
+    [
+        ("typer", INTERRUPT),
+        ("torch", INTERRUPT),
+        ("torch", "try:\n    import half\nexcept BaseException as error:\n    raise ImportError from error"),
+        ("torch", "class Deleted:\n    def __del__(self):\n        import half\nDeleted()"),
+    ],
+    ids=["before the command", "plain", "turned into another error", "lost in a destructor"],
+)
+@pytest.mark.parametrize("start", [["-c", "from linformers_cli import main; main()"], ["-m", "linformers"]])
+def test_an_interrupt_during_the_imports_needs_no_traceback(tmp_path, module, content, start):
+    (tmp_path / f"{module}.py").write_text(content)
+    (tmp_path / "half.py").write_text(INTERRUPT)
     path = os.pathsep.join([str(tmp_path), str(Path(linformers_cli.__file__).parent)])
-    result = run_python("-c", "from linformers_cli import main; main()", "bench", PYTHONPATH=path)
+    result = run_python(*start, "bench", PYTHONPATH=path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_closed_output_ends_a_command_quietly(tmp_path):
+    command = [sys.executable, "-m", "linformers", "predict", "--batch-size", "1"]
+    closed = subprocess.run([*command, __file__], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
+    assert (closed.returncode, closed.stderr.count("\n")) == (1, 1)
+    assert closed.stderr.startswith("error: standard output is closed")
+    (tmp_path / "lines.txt").write_text(f"{demo.SENTENCE}\n" * 200)
+    process = subprocess.Popen([*command, tmp_path / "lines.txt"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline()
+    process.stdout.close()  # as head does
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (141, b"")
+
+
+def test_predictions_are_utf_8_in_every_locale():
+    command = [sys.executable, "-m", "linformers", "predict", "--best", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    text = "un café très <mask>."
+    result = subprocess.run(command, input=text.encode(), env=environment, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert json.loads(result.stdout.decode("utf-8"))["text"] == text
+    assert "café".encode() in result.stdout
+
+
+def test_an_interrupt_while_python_shuts_down_needs_no_traceback():
+    program = f"import atexit\natexit.register(exec, {INTERRUPT!r}, {{}})\nfrom linformers_cli import main; main()"
+    result = run_python("-c", program, "--version")
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def closed_terminal():
+    terminal, own = os.openpty()
+    os.close(terminal)
+    return own
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other terminals")
+@pytest.mark.parametrize("closed", [closed_pipe, closed_terminal])
+def test_a_command_outlives_the_reader_of_its_output(closed, monkeypatch):
+    """As in `linformers pretrain … | head -1`, and after a terminal was closed."""
+    with open(closed(), "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        console = linformers_cli._console()
+        for i in range(100):
+            console.print(f"step {i} " * 1000)
+        assert os.fstat(output.fileno()).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def test_a_file_gets_no_control_characters(monkeypatch, capsys):
@@ -155,6 +229,27 @@ def test_an_unreachable_hub_is_reported_in_one_sentence(monkeypatch, tmp_path, c
     assert logged  # outside of our commands
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"prepare {__file__} --tokenizer org/name",
+        f"spectrum org/name --text {__file__}",
+        f"choose-k org/name --budget 8 --text {__file__}",
+    ],
+)
+def test_a_revision_reaches_the_hub(command, monkeypatch, tmp_path):
+    asked = []
+
+    def load(name, **options):
+        asked.append((name, options["revision"], options["trust_remote_code"]))
+        raise OSError("offline")
+
+    for auto_class in (AutoConfig, AutoTokenizer):
+        monkeypatch.setattr(auto_class, "from_pretrained", load)
+    assert main(monkeypatch, *command.split(), "--out", tmp_path / "out", "--revision", "abc123") == 2
+    assert asked == [("org/name", "abc123", False)]
+
+
 def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     """The whole way by commands alone: prepare, pretrain, finetune, predict, evaluate."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -183,6 +278,7 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     answers = run("predict", "--model", tuned / "model", tmp_path / "lines.txt").splitlines()
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
     assert json.loads(run("evaluate", "--model", model, "--data", corpus))["perplexity"] > 1
+    assert run("verify", model).count(" is intact\n") == len(list(model.iterdir())) - 2  # not the card and the manifest
     assert 0 <= json.loads(run("evaluate", "--model", tuned / "model", "--task", task))["accuracy"] <= 100
     assert main(monkeypatch, "evaluate", "--model", tuned / "model", "--task", task, "--data", tmp_path) == 2
     assert "--data" in capsys.readouterr().err

@@ -27,6 +27,7 @@ WRONG_VALUES = {
     ("classifier_pooling", "hidden_act", "problem_type"): ["max"],
     ("id2label", "label2id"): [["bad", "good"]],
     ("id2label",): [{"bad": 0}],
+    ("num_labels",): [0, 2.5, 2**63],
     ("is_causal", "is_decoder", "add_cross_attention"): [True],
 }
 

@@ -38,5 +38,5 @@ def test_too_little_memory(reason):
 def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path):
     for own in ("config.json", "tokenizer.json"):
         (tmp_path / own).write_text(content if own == name else "{}")
-    with pytest.raises(UserError, match=f"model=.*{name} is damaged"):
+    with pytest.raises(UserError, match=f"{name} is damaged"):
         check_model("model", tmp_path)

@@ -48,6 +48,33 @@ def test_loss_of_each_token(model_class):
     assert torch.equal(model(ids, labels=labels.int()).loss, outputs.loss)
 
 
+@pytest.mark.parametrize("count", [{}, {"num_items_in_batch": torch.tensor(0)}, {"num_items_in_batch": 0}])
+@pytest.mark.parametrize(
+    ("model_class", "fields", "labels"),
+    [
+        (LinformerForMaskedLM, {"sparse_prediction": False}, {"labels": -100 * ONES}),
+        (LinformerForMaskedLM, {"sparse_prediction": True}, {"labels": -100 * ONES}),
+        (LinformerForTokenClassification, {}, {"labels": -100 * ONES}),
+        (LinformerForSequenceClassification, {}, {"labels": -100 * ONES[:, 0]}),
+        (LinformerForQuestionAnswering, {}, {"start_positions": 12 * ONES[:, 0], "end_positions": 99 * ONES[:, 0]}),
+    ],
+)
+def test_a_batch_without_labels_has_no_loss_and_no_gradients(model_class, fields, labels, count):
+    model = random_model(model_class, **fields)
+    loss = model(ONES, **labels, **count).loss
+    loss.backward()
+    assert loss.item() == 0
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)  # NaN counts as any
+
+
+def test_an_answer_may_have_its_start_in_the_text_and_its_end_after_it():
+    model = random_model(LinformerForQuestionAnswering)
+    outputs = model(ONES, start_positions=ONES[:, 3], end_positions=12 * ONES[:, 0])
+    torch.testing.assert_close(outputs.loss, cross_entropy(outputs.start_logits, ONES[:, 3]) / 2)
+
+
 @pytest.mark.parametrize(
     ("fields", "labels", "expected"),
     [

@@ -1,5 +1,8 @@
 """Another n or k for a trained model, and which checkpoints fit a config."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -169,6 +172,42 @@ def test_checkpoints_of_other_kinds(tmp_path):
     longer = LinformerForMaskedLM(modes.config(max_position_embeddings=24))
     with refused("the checkpoint is for n=12, the model for n=24"):
         longer.load_state_dict(LinformerForMaskedLM(modes.config()).state_dict())
+
+
+class Payload:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_folder_is_executed(tmp_path):
+    """Neither a pickle, nor code beside the config, nor code on the hub."""
+    folder, trace = tmp_path / "model", tmp_path / "trace"
+    model = LinformerForMaskedLM(modes.config())
+    model.save_pretrained(folder)
+    (folder / "manifest.json").unlink()
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "evil.py").write_text(f"open({str(trace)!r}, 'w')")
+    auto_map = {"AutoConfig": "evil.A", "AutoModel": "evil.B", "AutoModelForMaskedLM": "evil.C"}
+    (folder / "config.json").write_text(json.dumps({**fields, "auto_map": auto_map}))
+    for auto_class in (AutoModel, AutoModelForMaskedLM, LinformerForMaskedLM):
+        auto_class.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**fields, "attn_implementation": "org/name"}))
+    for auto_class in (AutoModel, LinformerForMaskedLM):
+        with refused("attn_implementation='org/name', which is code on the hub"):
+            auto_class.from_pretrained(folder)
+        assert auto_class.from_pretrained(folder, attn_implementation="eager").config._attn_implementation == "eager"
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": Payload(trace)}, folder / "pytorch_model.bin")
+    for auto_class in (AutoModel, LinformerForMaskedLM):
+        with refused(f"{folder} holds no safetensors but pytorch_model.bin"):
+            auto_class.from_pretrained(folder)
+    assert not trace.exists()
 
 
 def test_what_a_checkpoint_can_be_loaded_with(tmp_path):

@@ -3,6 +3,13 @@
 Importing the package registers its models with transformers' Auto classes.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "linformers" in sys.orig_argv:  # `python -m linformers` begins with the imports below
+    import linformers_cli
+
+    linformers_cli.answer_interrupts()
+
 from .attention import LinformerAttention
 from .auto import register
 from .config import LinformerConfig

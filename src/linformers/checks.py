@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import UserError
+from .files import TOKENIZER_FILES, check_files, read_json
 
 
 def is_number(value: Any, kind: Any = (int, float)) -> bool:
@@ -31,6 +31,11 @@ def check_size(name: str, value: Any, most: int = 2**63 - 1) -> None:
 def check_positive(name: str, value: Any, otherwise: str = "") -> None:
     if not (is_number(value) and 0 < value < math.inf):
         raise UserError(f"{name}={value!r} must be a positive number{otherwise}")
+
+
+def check_range(name: str, value: Any, least: float, most: float, otherwise: str = "") -> None:
+    if not (is_number(value) and least <= value <= most):
+        raise UserError(f"{name}={value!r} must be a number from {least:g} to {most:g}{otherwise}")
 
 
 def check_probability(name: str, value: Any) -> None:
@@ -50,7 +55,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
-    if value in choices:
+    if isinstance(value, str) and value in choices:
         return
     nearest = nearest_name(value, choices, cutoff=0.5) if isinstance(value, str) else None
     raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{did_you_mean(nearest)}")
@@ -128,12 +133,9 @@ def check_model(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} contains no model: expected a folder written by pretrain or finetune")
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
-    for path in (folder / "config.json", folder / "tokenizer.json"):
-        try:
-            if not isinstance(json.loads(path.read_bytes()), dict):
-                raise ValueError
-        except ValueError:
-            raise UserError(f"{name}={str(folder)!r}: {path.name} is damaged: it is not a JSON object") from None
+    check_files(folder, ("config.json", *TOKENIZER_FILES))  # `from_pretrained` checks the weights
+    for path in folder.glob("*.json"):  # transformers reads some of them without bounds
+        read_json(path)
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt"):

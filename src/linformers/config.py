@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -30,6 +31,7 @@ WITHOUT_K = ("identity", "none")
 
 DEFAULT_PROJECTED_LENGTH = 256
 MAX_LOCAL_WINDOW = 512
+MAX_LABELS = 2**20  # each has a name
 
 NO_CAUSAL = (
     "each projected key mixes all positions, so a causal mask cannot hide future tokens; "
@@ -46,6 +48,14 @@ SIZES = (
     "type_vocab_size",
 )
 FLAGS = ("norm_first", "sparse_prediction", "tie_word_embeddings")
+OPTIONAL_FLAGS = ("shifted_windows", "return_dict", "output_hidden_states")
+# Beyond these, numbers overflow or vanish in float32.
+RANGES = {
+    "layer_norm_eps": (1e-12, 1.0),
+    "initializer_range": (1e-9, 1.0),
+    "projection_scale": (1e-9, 1e9),
+    "initial_self_score": (1e-9, 1e6),
+}
 PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 
 # Names that other Linformer packages use for our fields.
@@ -139,7 +149,7 @@ class LinformerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelled(kwargs)
-        self._check_labels(kwargs)
+        self._check_early(kwargs)
         for name in (*SIZES, "projected_length", "local_window"):
             setattr(self, name, checks.to_builtin(getattr(self, name)))
         super().__post_init__(**kwargs)
@@ -179,6 +189,19 @@ class LinformerConfig(PreTrainedConfig):
         if "projection_scale" not in overrides and config.projection == "linear":
             config.projection_scale = n / config.largest_projected_length  # s = 1
         return config
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but a file cannot name code on the hub: only the caller can, in `attn_implementation`."""
+        loaded = super().from_dict(config_dict, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        kernel = config._attn_implementation
+        if "attn_implementation" not in kwargs and kernel is not None and "/" in kernel:
+            raise UserError(
+                f"the config has attn_implementation={kernel!r}, which is code on the hub: remove it, or pass "
+                "attn_implementation to from_pretrained"
+            )
+        return loaded
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -256,7 +279,7 @@ class LinformerConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise a `UserError` that names the first invalid field or combination of fields."""
-        self._check_labels({})
+        self._check_early({})
         for name in SIZES:
             checks.check_size(name, getattr(self, name), most=4096 if name.startswith("num_") else 2**31)
         for name in FLAGS:
@@ -264,13 +287,13 @@ class LinformerConfig(PreTrainedConfig):
         for name in PROBABILITIES:
             if name != "classifier_dropout" or self.classifier_dropout is not None:
                 checks.check_probability(name, getattr(self, name))
-        checks.check_positive("layer_norm_eps", self.layer_norm_eps)
-        checks.check_positive("initializer_range", self.initializer_range)
-        if self.shifted_windows is not None:
-            checks.check_flag("shifted_windows", self.shifted_windows)
-        for name in ("projection_scale", "initial_self_score"):
+        for name in OPTIONAL_FLAGS:
             if getattr(self, name) is not None:
-                checks.check_positive(name, getattr(self, name), " or None")
+                checks.check_flag(name, getattr(self, name))
+        for name, (least, most) in RANGES.items():
+            optional = name in ("projection_scale", "initial_self_score")
+            if not optional or getattr(self, name) is not None:
+                checks.check_range(name, getattr(self, name), least, most, " or None" if optional else "")
         chunk_size = self.chunk_size_feed_forward
         if not checks.is_number(chunk_size, int) or chunk_size < 0:
             raise UserError(f"chunk_size_feed_forward={chunk_size!r} must be 0 or the number of tokens in a chunk")
@@ -279,10 +302,8 @@ class LinformerConfig(PreTrainedConfig):
             if token is not None and not (checks.is_number(token, int) and 0 <= token < self.vocab_size):
                 raise UserError(f"{name}={token!r} must be None or an integer from 0 to {self.vocab_size - 1}")
         for name in ("is_decoder", "is_causal", "add_cross_attention", "is_encoder_decoder"):
-            if getattr(self, name, False):
-                raise UserError(f"{name}=True is not supported: {NO_CAUSAL}")
-        if self.problem_type is not None:
-            checks.check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
+            if (value := getattr(self, name, None)) is not None and value is not False:
+                raise UserError(f"{name}={value!r} is not supported: {NO_CAUSAL}")
         checks.check_choice("hidden_act", self.hidden_act, ACT2FN)
         checks.check_choice("projection", self.projection, PROJECTIONS)
         checks.check_choice("sharing", self.sharing, SHARINGS)
@@ -358,10 +379,16 @@ class LinformerConfig(PreTrainedConfig):
             if meant:
                 raise UserError(f"{name!r} is not a field of LinformerConfig{checks.did_you_mean(meant)}")
 
-    def _check_labels(self, kwargs: dict[str, Any]) -> None:
+    def _check_early(self, kwargs: dict[str, Any]) -> None:
         """Check what transformers would fail on with an error of its own."""
-        if kwargs.get("num_labels") is not None:
-            checks.check_size("num_labels", kwargs["num_labels"])
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise UserError(f"dtype={self.dtype!r} must be the name of a type of torch, such as 'float32'")
+        if self.problem_type is not None:
+            checks.check_choice("problem_type", self.problem_type, PROBLEM_TYPES)
+        if "num_labels" in kwargs:
+            checks.check_size("num_labels", kwargs["num_labels"], MAX_LABELS)
+        if kwargs.get("num_labels") == 1 and self.problem_type == "single_label_classification":
+            raise UserError("num_labels=1 must be at least 2 with problem_type='single_label_classification'")
         for name in ("id2label", "label2id"):
             labels = getattr(self, name)
             if labels is not None and not isinstance(labels, dict):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -28,16 +31,16 @@ from .attention import FAR_BIAS_SCALE, TRITON, ProjectedAttention
 from .checks import check_tensor, did_you_mean, nearest_name, refuse_length
 from .config import NO_CAUSAL, LinformerConfig
 from .errors import UserError
+from .files import MODEL_FILES, write_manifest
+from .losses import IGNORED, checked_labels, counted, span_loss
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, use_linear_gelu
 from .ops.ranks import Ranks, reorder, zero_padding
 from .ops.rotary import Rotation
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
-from .resizing import check_checkpoint, refuse_other_length, resize_length
+from .resizing import check_checkpoint, check_weights, refuse_other_length, resize_length
 
 logger = logging.get_logger(__name__)
-
-IGNORED = -100  # the label of a position that does not count, as everywhere in transformers
 
 # Keyword arguments that `forward` accepts (`num_items_in_batch` is for the loss of a head), and those that it refuses.
 KNOWN_ARGUMENTS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch")
@@ -207,6 +210,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
             attn_implementation = TRITON
         if attn_implementation == "triton":
             attn_implementation = TRITON
+        if not isinstance(attn_implementation, str | None):
+            raise UserError(f"attn_implementation={attn_implementation!r} must be a name, such as 'sdpa'")
         try:
             return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         except ValueError as error:
@@ -248,22 +253,31 @@ class LinformerPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model; see `PreTrainedModel.from_pretrained`.
 
+        In a folder with a manifest, the config and the weights must be what it says. Pickled weights are loaded only
+        with `use_safetensors=False`.
+
         Raises:
-            UserError: the checkpoint is for another n or k than requested, or its weights would mean something else.
+            UserError: the checkpoint is damaged or pickled, is for another n or k than requested, or its weights would
+                mean something else.
         """
+        kwargs.setdefault("use_safetensors", True)
+        check_weights(pretrained_model_name_or_path, kwargs)
         if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
             with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save a model with its resolved config: the values that its weights were trained with."""
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Save a model with its resolved config, the values that its weights were trained with, and a manifest."""
         config = self.config
         self.config = config.resolved()
         try:
-            super().save_pretrained(*args, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         finally:
             self.config = config
+        first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        if is_main_process and first and os.path.isdir(save_directory):
+            write_manifest(Path(save_directory), MODEL_FILES)
 
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.
@@ -444,7 +458,7 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         logits = self.head(hidden_states)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **counted(labels, kwargs))
         return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
@@ -497,6 +511,7 @@ class LinformerForSequenceClassification(LinformerPreTrainedModel):
         loss = None
         if labels is not None:
             labels = self.checked_labels(labels, logits)
+            kwargs = counted(labels, kwargs)
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
@@ -549,7 +564,7 @@ class LinformerForTokenClassification(LinformerPreTrainedModel):
         loss = None
         if labels is not None:
             labels = checked_labels("labels", labels, logits.shape[:2], self.num_labels)
-            loss = self.loss_function(logits, labels, self.config, **kwargs)
+            loss = self.loss_function(logits, labels, self.config, **counted(labels, kwargs))
         return TokenClassifierOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 
 
@@ -560,6 +575,7 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
         super().__init__(config)
         self.linformer = LinformerModel(config)
         self.classifier = nn.Linear(config.hidden_size, 2)
+        self.loss_function = span_loss
         self.post_init()
 
     @can_return_tuple
@@ -593,16 +609,6 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
         return QuestionAnsweringModelOutput(
             loss, start_logits.contiguous(), end_logits.contiguous(), outputs.hidden_states, outputs.attentions
         )
-
-
-def checked_labels(name: str, labels: Tensor, shape: Sequence[int], count: int | None = None) -> Tensor:
-    """Labels as int64, once their shape, type and, on the CPU, their range have been checked."""
-    check_tensor(name, labels, shape, "ids")
-    if count is not None and labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        valid = (labels == IGNORED) | ((labels >= 0) & (labels < count))
-        if not valid.all():
-            raise UserError(f"{name} contains {labels[~valid][0].item()}, expected 0 to {count - 1}, or {IGNORED}")
-    return labels.long()
 
 
 def classifier_dropout(config: LinformerConfig) -> nn.Dropout:

@@ -52,7 +52,9 @@ def stoppable(console: Console, sentence: Callable[[], str]) -> Iterator[None]:
     """Turn SIGTERM into `SystemExit(143)`, and print `sentence()` when SIGTERM or Ctrl-C stops the work."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
     if in_main_thread:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        before = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))}
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -60,7 +62,8 @@ def stoppable(console: Console, sentence: Callable[[], str]) -> Iterator[None]:
         raise
     finally:
         if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextmanager

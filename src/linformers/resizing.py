@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from .checks import check_size
 from .config import WITHOUT_K, LinformerConfig
 from .errors import UserError
+from .files import MODEL_FILES, check_files, read_json
 from .projections import Projections
 
 # Arguments of `from_pretrained` that locate a checkpoint.
@@ -55,9 +57,28 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     old.max_position_embeddings, old.projected_length = new_n, new.projected_length
 
 
+def check_weights(name: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a folder that `from_pretrained(name, **kwargs)` cannot trust: damaged, or with weights in pickle alone."""
+    folder = Path(name or "", kwargs.get("subfolder") or "")
+    if name is None or not folder.is_dir():
+        return
+    check_files(folder, MODEL_FILES)
+    if (folder / "config.json").exists():
+        read_json(folder / "config.json")
+    for index in folder.glob("*.safetensors.index.json"):
+        parts = read_json(index).get("weight_map")
+        names = list(parts.values()) if isinstance(parts, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name and (folder / name).is_file() for name in names):
+            raise UserError(f"{index} is damaged: its weight_map must name files beside it")
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles and kwargs["use_safetensors"] and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no safetensors but {pickles[0]}, a pickle, which can run code: convert it")
+
+
 def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a checkpoint that `from_pretrained(name, **kwargs)` cannot load, or would interpret differently."""
-    location = {key: value for key, value in kwargs.items() if key in LOCATION}
+    # Configs are only compared here; transformers loads the one that counts, with the caller's attn_implementation.
+    location = {key: value for key, value in kwargs.items() if key in LOCATION} | {"attn_implementation": "eager"}
     values, _ = LinformerConfig.get_config_dict(name, **location)
     kind = values.get("model_type")
     if kind not in (None, LinformerConfig.model_type):

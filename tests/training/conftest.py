@@ -1,7 +1,6 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from linformers.training import finetune, tasks
@@ -47,14 +46,7 @@ def model(finished):
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """Labeled tables; each kind of sentence has its own words."""
-    folder = tmp_path_factory.mktemp("files")
-    random = np.random.default_rng(0)
-    for name, count in (("train", 160), ("test", 40)):
-        texts = [" ".join(random.choice(small.WORDS[6 * (i % 2) :][:6], size=12)) for i in range(count)]
-        rows = [{"sentence": text, "kind": ("dogs", "trees")[i % 2]} for i, text in enumerate(texts)]
-        small.write_table(folder / f"{name}.csv", rows)
-    return folder
+    return small.labeled(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="session")

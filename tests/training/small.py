@@ -59,6 +59,16 @@ def corpus(folder: Path) -> Path:
     return folder / "corpus"
 
 
+def labeled(folder: Path) -> Path:
+    """Labeled tables; each kind of sentence has its own words."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 160), ("test", 40)):
+        texts = [" ".join(random.choice(WORDS[6 * (i % 2) :][:6], size=12)) for i in range(count)]
+        rows = [{"sentence": text, "kind": ("dogs", "trees")[i % 2]} for i, text in enumerate(texts)]
+        write_table(folder / f"{name}.csv", rows)
+    return folder
+
+
 def recipe(data: Path, out: Path, **fields) -> Recipe:
     fields = {**RECIPE, "deterministic": torch.cuda.is_available(), **fields}
     return Recipe(data=str(data), out=str(out), **fields | {"model": {**MODEL, **fields.get("model", {})}})

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from linformers import files
 from linformers.training import checkpoints, trainer
 
 from ..forks import CONTEXT
 from ..modes import refused
-from . import small
+from . import interrupts, small
 
 
 @pytest.fixture
@@ -57,14 +59,47 @@ def test_run_resumes_from_the_checkpoint_before(corpus, finished, run):
     flip(run / "checkpoint-24" / "model.safetensors")
     assert small.train(small.recipe(corpus, run)) == 0
     small.assert_same_run(run, finished)
-    assert checkpoints.damage(run / "checkpoint-24") is None
+    assert files.damage(run / "checkpoint-24") is None
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "training.json"])
+def test_a_checkpoint_with_nested_json_is_refused(name, corpus, run):
+    (run / "checkpoint-24" / name).write_text('{"a":' * 10**5)
+    files.write_manifest(run / "checkpoint-24")
+    with refused(f"{name} is damaged: its lists and objects are nested more than 64 deep"):
+        small.train(small.recipe(corpus, run))
 
 
 def test_damage_of_the_manifest(tmp_path):
-    assert "manifest.json is missing" in checkpoints.damage(tmp_path)
-    for wrong in ("{", "[]", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
+    assert "manifest.json is missing" in files.damage(tmp_path)
+    for wrong in ("{", "[]", "{}", '{"weights": 3}', '{"weights": {"bytds": 3}}'):
         (tmp_path / "manifest.json").write_text(wrong)
-        assert "not a list of files" in checkpoints.damage(tmp_path)
+        assert "manifest.json is damaged: it is not" in files.damage(tmp_path)
+
+
+def test_verify_names_what_is_damaged_until_it_is_accepted(run, corpus, capsys):
+    folder = run / "checkpoint-24"
+    checkpoints.verify(folder, False, Console())
+    assert {line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()} == {
+        f"{path.name} is intact" for path in folder.iterdir() if path.name != "manifest.json"
+    }
+    flip(folder / "training.json")
+    (folder / "optimizer.safetensors").unlink()
+    with refused(f"folder='{folder}' is damaged; restore it or, if it was changed on purpose, run: linformers verify"):
+        checkpoints.verify(folder, False, Console())
+    shown = capsys.readouterr().out
+    assert shown.count("is intact") == len(list(folder.iterdir())) - 2
+    assert f"{folder / 'training.json'} has sha256" in shown
+    assert f"{folder / 'optimizer.safetensors'} is missing" in shown
+    checkpoints.verify(folder, True, small.QUIET)
+    assert files.damage(folder) is None
+    (folder / "manifest.json").unlink()
+    with refused("has no manifest.json; to write one, run"):
+        checkpoints.verify(folder, False, small.QUIET)
+    with refused("is the folder of an unfinished run"):
+        checkpoints.verify(run, True, small.QUIET)
+    with refused("holds no model"):  # but tokens, with a manifest of another kind
+        checkpoints.verify(corpus, True, small.QUIET)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):
@@ -82,7 +117,7 @@ def test_full_disk(corpus, tmp_path, monkeypatch):
     assert "No space left" in str(error.value)
     assert "step 5" in str(error.value)
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-5"]
-    assert checkpoints.damage(tmp_path / "checkpoint-5") is None
+    assert files.damage(tmp_path / "checkpoint-5") is None
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -92,6 +127,33 @@ def test_only_the_newest_are_kept(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     checkpoints.remove_old(tmp_path, keep=2, protected=tmp_path / "checkpoint-2")
     assert {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} == {"10", "8", "2", "8-copy"}
+
+
+def test_the_next_run_removes_what_kills_left(corpus, run):
+    """A kill may come inside the last save, after which nothing is saved anymore."""
+    for name in (".best.removed.unfinished", ".checkpoint-20.removed.unfinished", ".model.unfinished"):
+        (run / "seed-0" / name).mkdir(parents=True)
+        (run / name).mkdir()
+        (run / name / "model.safetensors").write_bytes(b"half")
+    (run / ".metrics.jsonl.unfinished").write_bytes(b"half")
+    (run / ".mine").write_bytes(b"")
+    assert small.train(small.recipe(corpus, run)) == 0
+    assert {path.name for path in run.rglob(".*")} == {".lock", ".mine"}
+
+
+@pytest.mark.parametrize("content", [b"half of a li", b"\xff\xfe", b"3", b"foreign\n[]\n"])
+def test_foreign_lines_in_the_metrics_do_not_stop_a_run(corpus, run, content):
+    """They are those of its checkpoint."""
+    before = small.read_metrics(run)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(content)
+    if b"\n" in content:
+        with refused("metrics.jsonl has 'foreign' in line 12, which is not a log entry"):
+            small.read_metrics(run)
+    else:
+        assert small.read_metrics(run) == before
+    assert small.train(small.recipe(corpus, run)) == 0
+    assert f"24 steps: {before[-1]['perplexity']:.2f}\n" in (run / "model" / "README.md").read_text()
 
 
 def test_random_state_is_restored():
@@ -108,7 +170,7 @@ def test_folder_appears_complete_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write_folder(tmp_path / "checkpoint-1", fill)
+        files.write_folder(tmp_path / "checkpoint-1", fill)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,22 +203,41 @@ def test_folder_of_another_run(tmp_path):
         claim(model={"k": 3}, seed=1)
     with refused("holds a run of linformers pretrain"):
         claim("finetune")
-    for content in ("", "{}", "[]"):
-        (tmp_path / "run.json").write_text(content)
+    for content in (b"", b"{}", b"[]", b"3", b"null", b"\xff\x00", b'{"model": {"k": 1}}', b'{"a":' * 10**5):
+        (tmp_path / "run.json").write_bytes(content)
         with refused("run.json is damaged"):
             claim()
+    (tmp_path / "run.json").write_text('{"kind": "pretrain"}')  # without the recipe
+    with refused("model.k was None and is now 1;"):
+        claim(model={"k": 1})
     (tmp_path / "run.json").unlink()
     with refused("unknown origin"):
         claim()
 
 
 @pytest.mark.parametrize(
-    ("kills", "inside"), [(6, 3), pytest.param(50, 15, marks=pytest.mark.long)], ids=["few", "many"]
+    ("kind", "kills", "inside"),
+    [
+        ("pretrain", 6, 3),
+        ("finetune", 4, 1),
+        pytest.param("pretrain", 200, 50, marks=pytest.mark.long),
+        pytest.param("finetune", 60, 15, marks=pytest.mark.long),
+    ],
 )
-def test_kills(kills, inside):
-    command = [sys.executable, "-m", "tests.training.kills", str(kills), str(inside)]
+def test_kills(kind, kills, inside):
+    """Each kind of run loses nothing, leaves nothing behind and ends as without a kill."""
+    command = [sys.executable, "-m", "tests.training.kills", kind, str(kills), str(inside)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     counts = json.loads(result.stdout.splitlines()[-1])
     assert counts["kills"] >= kills
     assert counts["inside a save"] >= inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "names"), [(3, ["pretrain"]), pytest.param(100, None, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_signals_at_random_moments(signals, names):
+    counts = interrupts.main(signals, names)
+    assert counts["signals"] == signals

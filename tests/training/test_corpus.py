@@ -1,16 +1,20 @@
 """Shards of tokens and their manifest: read as one stream, and damage is detected."""
 
+import functools
 import hashlib
 import json
+import operator
 import os
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from linformers.files import write_folder
 from linformers.training import corpus, prepare
-from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash
+from linformers.training.corpus import Corpus, TokenStream, tokenizer_hash, write_manifest
 
 from ..modes import refused
 from .small import flip
@@ -51,7 +55,7 @@ def test_few_maps_are_open_and_none_is_pickled(prepared, monkeypatch):
 
 def test_the_manifest_is_true(prepared, source):
     manifest = json.loads((prepared / "manifest.json").read_text())
-    expected = {"format": 1, "dtype": "uint16", "vocab_size": 400, "eos_token_id": 2, "sources": [source]}
+    expected = {"format": 2, "dtype": "uint16", "vocab_size": 400, "eos_token_id": 2, "sources": [source]}
     expected |= {"validation_sources": [], "tokenizer": tokenizer_hash(prepared / "tokenizer")}
     assert {name: manifest[name] for name in expected} == expected
     for split in manifest["splits"].values():
@@ -93,7 +97,10 @@ def test_the_tokenizers_hash_is_that_of_what_it_does(prepared, tmp_path):
 
 
 def retokenize(path):
-    path.write_text(path.read_text().replace('"lstrip": true', '"lstrip": false'))
+    """Another tokenizer, which is itself intact."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["another"])
+    write_folder(path, tokenizer.save_pretrained)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +109,11 @@ def retokenize(path):
         ("train-00003.bin", lambda path: os.truncate(path, 1500), "train-00003.bin has 1500 bytes, expected 2000"),
         ("train-00003.bin", Path.unlink, "train-00003.bin is missing, expected 2000 bytes"),
         ("train-00003.bin", flip, "train-00003.bin has sha256"),
-        ("tokenizer/tokenizer.json", retokenize, "tokenizer has the hash"),
+        ("train-00003.bin", lambda path: path.symlink_to(path.rename(path.with_name("a"))), "00003.bin is a link"),
+        ("tokenizer/tokenizer_config.json", flip, "tokenizer_config.json has sha256"),
+        ("tokenizer", retokenize, "tokenizer has the hash"),
     ],
-    ids=["truncated", "missing", "flipped bit", "another tokenizer"],
+    ids=["truncated", "missing", "flipped bit", "link", "flipped bit of the tokenizer", "another tokenizer"],
 )
 def test_damage_is_named(name, damage, message, copy):
     damage(copy / name)
@@ -117,7 +126,75 @@ def test_damage_is_named(name, damage, message, copy):
 def test_folders_that_are_no_corpus(copy, tmp_path):
     with refused(f"data='{tmp_path}' holds no corpus"):
         Corpus.open(tmp_path)
-    for content, message in [("{", "is damaged"), ('{"format": 2}', "has format 2"), ("[]", "has format None")]:
+    for content, message in [("{", "is damaged"), ('{"format": 1}', "has format 1"), ("{}", "has format None")]:
         (copy / "manifest.json").write_text(content)
         with refused(f"manifest.json {message}"):
             Corpus.open(copy)
+
+
+def test_any_changed_byte_of_the_manifest_is_found(copy):
+    path = copy / "manifest.json"
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with refused("manifest.json "):
+            Corpus.open(copy)
+    for changed in (content + b" ", content[:-1], content.replace(b'"dtype"', b'"dtype" ')):
+        path.write_bytes(changed)
+        with refused("is damaged: its sha256 is not that of its content"):
+            Corpus.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("dtype", "object", "dtype is 'object', expected one of uint16, uint32"),
+        ("dtype", "float16", "dtype is 'float16'"),
+        ("dtype", ["uint16"], "dtype has a wrong value, expected str"),
+        ("dtype", "uint32", "train-00000.bin has 1000 tokens in 2000 bytes, expected 4 each"),
+        ("vocab_size", 0, "vocab_size is 0, expected 1 to 65536"),
+        ("vocab_size", 2**16 + 1, "vocab_size is 65537"),
+        ("eos_token_id", 400, "eos_token_id is 400, expected a token below 400"),
+        ("eos_token_id", True, "eos_token_id has a wrong value, expected int"),
+        ("eos_token_id", None, "it has wrong keys, expected format, dtype"),
+        ("sources", [1], "sources[0] has a wrong value, expected str"),
+        ("splits.train", None, "splits has wrong keys, expected train, validation"),
+        ("splits.train.tokens", 10**9, "splits.train.tokens is 1000000000, expected the sum of its shards"),
+        ("splits.train.documents", 0, "splits.train.documents is 0, expected 1 to"),
+        ("splits.train.documents", -1, "splits.train.documents has a wrong value, expected int"),
+        ("splits.train.shards", {}, "splits.train.shards has a wrong value, expected list"),
+        ("splits.train.shards.0", None, "splits.train.tokens is"),
+        ("splits.train.shards.0.tokens", 999.0, "splits.train.shards[0].tokens has a wrong value, expected int"),
+        ("splits.train.shards.0.bytes", 1000, "train-00000.bin has 1000 tokens in 1000 bytes"),
+        (
+            "splits.train.shards.0.file",
+            "../a.bin",
+            "splits.train.shards[0].file is '../a.bin', expected",
+        ),
+        ("splits.train.shards.0.sha256", None, "splits.train.shards[0] has wrong keys, expected file, tokens"),
+    ],
+)
+def test_a_manifest_with_a_wrong_value_is_refused(place, value, message, copy):
+    """Even if its hash is right; `None` removes the key."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    del manifest["sha256"]
+    *outer, name = (int(part) if part.isdecimal() else part for part in place.split("."))
+    table = functools.reduce(operator.getitem, outer, manifest)
+    if value is None:
+        del table[name]
+    else:
+        table[name] = value
+    write_manifest(copy, manifest)
+    with refused(f"manifest.json is damaged: {message}"):
+        Corpus.open(copy)
+
+
+def test_tokens_and_the_tokenizer_agree_with_the_manifest(copy):
+    manifest = dict(Corpus.open(copy).manifest)
+    write_manifest(copy, manifest | {"vocab_size": 300})
+    with refused("expected tokens below vocab_size=300"):
+        Corpus.open(copy).verify()
+    for name, value in (("vocab_size", 401), ("eos_token_id", 3)):
+        write_manifest(copy, manifest | {name: value})
+        with refused(f"tokenizer has {name}={manifest[name]}, expected {value} as in manifest.json"):
+            Corpus.open(copy).tokenizer()

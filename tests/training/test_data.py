@@ -3,8 +3,11 @@
 import gzip
 import lzma
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from linformers.training import data
 from linformers.training.data import documents, file_type, find_files, open_text, rows
 
 from ..modes import refused
@@ -73,16 +76,23 @@ def test_folders_are_searched_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text"', "line 2 is not JSON"),
-        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"', "line 2 is damaged: it is not JSON"),
+        ("a.jsonl", b"[1]\n", "line 1 is damaged: it is not a JSON object"),
         ("a.jsonl", b'{"body": "a"}\n', "no column 'text'; its columns are 'body'"),
         ("a.csv", b"title,body\na,b\n", "no column 'text'; its columns are 'title', 'body'"),
         ("a.txt.gz", gzip.compress(b"some text" * 1000, mtime=0)[:-20], "damaged"),
         ("a.txt.gz", b"plain text", "damaged"),
         ("a.txt.xz", b"plain text", "damaged"),
         ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 9)[:-30], "damaged"),
-        ("a.txt", b"some text\n" * 9 + b"\x00\x8f", "NUL"),
-        ("a.md.gz", gzip.compress("some text".encode("utf-16"), mtime=0), "NUL"),
+        ("a.jsonl", b'{"text": "a"}\n' + b'{"a":' * 70 + b"1" + b"}" * 70, "line 2 is damaged: its lists and objects"),
+        ("a.jsonl", b'{"text": ["a"]}\n', "line 1: 'text' is of type list, not text"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": 1}\n', "line 3: 'text' is of type int, not text"),
+        ("a.jsonl", b'{"text": true}\n', "line 1: 'text' is of type bool, not text"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', "line 1 is not UTF-8"),
+        ("a.csv", b"id,text\n1,a\n2,caf\xe9\n", "line 3 is not UTF-8"),
+        ("a.txt", b"a\ncaf\xe9\n", "line 2 is not UTF-8"),
+        ("a.txt", b"some text\n" * 9 + b"\x00", "NUL"),
+        ("a.md.gz", gzip.compress("some text".encode("utf-16-le"), mtime=0), "NUL"),
         ("a.parquet", b"plain text", "damaged"),
     ],
 )
@@ -114,3 +124,59 @@ def test_files_are_closed_when_reading_stops(tmp_path):
     reading = documents(path)
     next(reading)
     reading.close()  # an open file would warn, and a warning fails the test
+
+
+def test_damage_is_told_and_repaired_or_left_out(tmp_path):
+    lines = [b'{"text": "caf\xe9"}', b'{"text": [1]}', b'{"text": null}', b'{"text": "a\xef\xbf\xbd"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "a.txt").write_bytes(b"a\ncaf\xe9 caf\xe9\n\xc3\xa9")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [b"a", b"b"]}), tmp_path / "a.parquet")
+    told = []
+    found = [list(documents(tmp_path / name, damaged=told.append)) for name in ("a.jsonl", "a.txt", "a.parquet")]
+    assert found == [["caf\ufffd", "a\ufffd"], ["a\ncaf\ufffd caf\ufffd\né"], []]
+    places = ["a.jsonl, line 1 is", "a.jsonl, line 2:", "a.txt, line 2 is", "a.parquet, row 1:", "a.parquet, row 2:"]
+    assert all(place in damage for place, damage in zip(places, told, strict=True))
+    with refused("a.jsonl, line 1 is not UTF-8"):
+        list(rows(tmp_path / "a.jsonl", ["text"]))
+
+
+def parquet(text, path, **options):
+    pyarrow.parquet.write_table(pyarrow.table({"text": text, "other": [1] * len(text)}), path, **options)
+
+
+def test_bombs(tmp_path):
+    """Files of a few kilobytes that expand to gigabytes; here, to a little more than what is allowed."""
+    big = "a" * data.MAX_ROW
+    with lzma.open(tmp_path / "a.jsonl.xz", "wt") as file:
+        file.write(f'{{"text": "a"}}\n{{"text": "{big}"}}')
+    with gzip.open(tmp_path / "a.csv.gz", "wt") as file:
+        file.write("text,more\na,b\n" + f'"{big[::16]}\n",' * 16)
+    for name, line in (("a.jsonl.xz", 2), ("a.csv.gz", 18)):
+        assert (tmp_path / name).stat().st_size < 50_000
+        with refused(f"{name}, line {line}: a row has more than 16,777,216 characters"):
+            list(documents(tmp_path / name))
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 2**29}]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a", filters=filters))
+    with refused("a.txt.xz is damaged or not what its name says: Memory usage limit exceeded"):
+        list(documents(tmp_path / "a.txt.xz"))
+    parquet([big + "a"], tmp_path / "a.parquet", compression="zstd")
+    with refused("a.parquet would expand "):
+        list(documents(tmp_path / "a.parquet"))
+    assert len(list(rows(tmp_path / "a.parquet", ["other"]))) == 1  # the other column is not decoded
+    parquet([big + "a"], tmp_path / "plain.parquet", compression="none", use_dictionary=False)
+    assert sum(map(len, documents(tmp_path / "plain.parquet"))) == data.MAX_ROW + 1
+
+
+def test_damaged_pages_of_a_parquet_file(tmp_path):
+    parquet(["some text", "more"], tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"some text", b"caf\xe9 text"))
+    with refused("a.parquet is damaged or not what its name says"):
+        list(documents(tmp_path / "a.parquet"))
+
+
+def test_a_large_text_of_a_table_is_split(tmp_path):
+    text = "\n\n".join("word " * 100 for _ in range(5000))
+    pieces = list(documents(write(tmp_path / "a.jsonl", [text, "after"])))
+    assert len(pieces) == 4
+    assert "".join(pieces) == f"{text}after"

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from transformers import pipeline
 
-from linformers import LinformerConfig
-from linformers.training import finetune, tasks
+from linformers import LinformerConfig, files
+from linformers.training import checkpoints, finetune, tasks
 
 from ..modes import refused
 from . import small
@@ -34,6 +34,8 @@ def table(path, rows, labels=("cat", "dog")):
 
 def test_results(tuned, task):
     results = json.loads((tuned / "results.json").read_text())
+    start = json.loads((tuned / "run.json").read_text())["hash"]["weights"]
+    assert f"(sha256 `{start}`)" in (tuned / "model" / "README.md").read_text()
     seeds = results["seeds"]
     assert [seed["seed"] for seed in seeds] == [0, 1]
     accuracies = [seed["accuracy"] for seed in seeds]
@@ -64,7 +66,7 @@ def test_the_last_of_the_best_models_on_validation_is_selected(task, model, tmp_
     assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=3, batch_size=16)) == 0
     validation, test = (sorted(example.label for example in part) for part in (task.validation, task.test))
     assert list(map(sorted, seen)) == [validation] * 3 + [test]
-    result = json.loads((tmp_path / "seed-0" / "result.json").read_text())
+    result = json.loads((tmp_path / "seed-0" / "best" / "result.json").read_text())
     assert result["step"] == epoch * (len(task.train) // 16)
     assert result["validation_accuracy"] == 1
 
@@ -85,6 +87,7 @@ def test_compiled_fine_tuning_is_the_same(task, model, tmp_path, monkeypatch):
     fields = json.loads((exact / "config.json").read_text())
     fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (exact / "config.json").write_text(json.dumps(fields))
+    files.write_manifest(exact)
     losses = []
     for choice in ("no", "yes"):
         torch._dynamo.reset()
@@ -104,24 +107,25 @@ def test_interrupted_seed_resumes(tuned, task, model, tmp_path, step):
         assert run(task, model, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "seed-1").exists()
     assert run(task, model, tmp_path) == 0
-    for name in ("seed-0/result.json", "seed-1/result.json", "model/model.safetensors"):
+    for name in ("seed-0/best/result.json", "seed-1/best/result.json", "model/model.safetensors"):
         assert (tmp_path / name).read_bytes() == (tuned / name).read_bytes()
 
 
 def test_finished_seeds_are_not_run_again_unless_their_weights_are_lost(tuned, task, model, tmp_path, monkeypatch):
     out = Path(shutil.copytree(tuned, tmp_path / "copy"))
-    expected = json.loads((out / "seed-1" / "result.json").read_text())
+    expected = json.loads((out / "seed-1" / "best" / "result.json").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(finetune.FineTuning, "train", lambda self, seed, folder: pytest.fail(f"seed {seed}"))
         assert run(task, model, out) == 0
     shutil.rmtree(out / "seed-1" / "best")
     assert run(task, model, out) == 0
     assert (out / "seed-1" / "best" / "model.safetensors").exists()
-    assert json.loads((out / "seed-1" / "result.json").read_text()) == expected
-    for weights in out.glob("seed-*/best/model.safetensors"):
-        small.flip(weights)
-    with refused("the best weights are damaged: "):  # and not saved as the model
-        run(task, model, out)
+    assert json.loads((out / "seed-1" / "best" / "result.json").read_text()) == expected
+    for name in ("model.safetensors", "result.json"):
+        small.flip(out / "seed-1" / "best" / name)
+        with refused(f"the best weights are damaged: {out / 'seed-1' / 'best' / name} has sha256"):
+            run(task, model, out)
+        small.flip(out / "seed-1" / "best" / name)
 
 
 def test_folders_of_other_runs(tuned, task, model, corpus, tmp_path):
@@ -150,6 +154,9 @@ def test_fine_tuned_model_with_other_labels_and_another_maximum_length(tuned, mo
     with refused("max_length=99 exceeds the model's n=32"):
         finetune.load_tokenizer(model, 99)
     small.flip(start / "model.safetensors")
+    with refused("model.safetensors has sha256"):
+        run(task, start, tmp_path / "out", ONE)
+    checkpoints.verify(start, True, small.QUIET)
     with refused("hash.weights was"):
         run(task, start, tmp_path / "out", ONE)
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,10 +85,30 @@ def test_wrong_arguments_of_predict(tuned, model, tmp_path):
     os.utime(unfinished / "checkpoint-20", (0, 0))
     with refused("checkpoint-24'"):
         answers(unfinished, [])
-    weights = Path(shutil.copytree(model, tmp_path / "model")) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with refused("model.safetensors is damaged"):
-        answers(tmp_path / "model", ["a <mask>"])
+
+
+def test_the_code_of_a_tokenizer_never_runs(model, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(model, tmp_path / "copy"))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
+    )
+    (folder / "manifest.json").unlink()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers would ask here
+    with refused("its tokenizer does not load"):
+        predict.predict(folder, None, io.StringIO())
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint-24"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_damaged_models_are_named(kind, name, model, corpus, tmp_path):
+    folder = Path(shutil.copytree(model.parent / kind, tmp_path / "copy"))
+    for spoil in (small.flip, lambda path: os.truncate(path, path.stat().st_size - 100)):
+        spoil(folder / name)
+        for use in (lambda: answers(folder, ["a <mask>"]), lambda: evaluate(folder, data=corpus)):
+            with refused(f"{folder / name} "):
+                use()
 
 
 def test_evaluate(tuned, model, corpus, files):
@@ -123,3 +144,17 @@ def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
         evaluate(classifier, task=str(table))
     with refused("has the labels ['dogs', 'trees'], task 'sst2' has"):
         evaluate(classifier, task="sst2", data=tmp_path)
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_number_of_lines(model):
+    program = """
+import os, resource, sys
+from pathlib import Path
+from linformers.training import predict
+with open(os.devnull, "w") as out:
+    predict.predict_lines(Path(sys.argv[1]), (f"the {i} <mask>" for i in range(200_000)), out)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+    result = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 700e6

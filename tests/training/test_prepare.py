@@ -1,17 +1,23 @@
 """Text to tokens and back: nothing is lost, held-out text is not trained on, a kill leaves nothing half done."""
 
+import errno
 import json
+import os
+import random
 import resource
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from linformers import files
 from linformers.training import checkpoints, prepare
 from linformers.training.corpus import Corpus
 
@@ -32,7 +38,8 @@ def test_batches_have_a_bounded_size():
     batches = list(prepare._batches(iter(documents)))
     assert len(batches) >= 2
     sizes = [sum(len(item) for _, item in batch) for batch in batches]
-    assert all(2**20 <= size < 2**20 + len(documents[0][1]) for size in sizes[:-1])
+    least = prepare.BATCH_CHARACTERS
+    assert all(least <= size < least + len(documents[0][1]) for size in sizes[:-1])
     assert [document for batch in batches for document in batch] == documents
 
 
@@ -101,6 +108,7 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch):
     [
         ({"vocab_size": 260}, "vocab_size=260 must be at least 261"),
         *(({"validation_share": own}, f"validation_share={own} must be") for own in (0, 1)),
+        ({"max_damaged": 1}, "max_damaged=1 must be"),
         *(({name: 0}, f"{name}=0 must be") for name in ("shard_tokens", "tokenizer_documents", "workers")),
         ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere' cannot be loaded"),
         ({"text_column": "body"}, "no column 'body'; its columns are 'text'"),
@@ -129,11 +137,64 @@ def test_wrong_sources(prepared, source, tmp_path):
         assert not (tmp_path / "out" / "manifest.json").exists()
     with refused("already holds a corpus"):
         run([source], prepared)
+    (tmp_path / "out" / "tokenizer" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "tokenizer" / "manifest.json").unlink()
+    with refused("has a folder 'tokenizer' of other origin"):
+        run([source], tmp_path / "out")
     (tmp_path / "used").mkdir()
     with checkpoints.locked(tmp_path / "used"), refused("in use by another process"):
         run([source], tmp_path / "used")
     with refused("out="):
         run([source], tmp_path / "empty.jsonl")
+
+
+# Damage.
+
+
+def test_damage_above_a_share_is_refused_and_below_it_reported(tmp_path):
+    """Of 200 documents, one is not UTF-8 and one is not text."""
+    source = Path(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    lines = source.read_bytes().splitlines(keepends=True)
+    lines[7] = b'{"text": "caf\xe9"}\n'
+    source.write_bytes(b"".join([*lines, b'{"text": ["a", "list"]}\n']))
+    found = f"{source}, line 8 is not UTF-8: there are 2 damaged lines or rows in 200 documents, more than max_damaged="
+    for share in (0.001, 0.009):
+        with refused(f"{found}{share} allows"):
+            run([source], tmp_path / "out", max_damaged=share)
+    console = Console(record=True, width=300)
+    run([source], tmp_path / "out", max_damaged=0.01, console=console)
+    shown = console.export_text()
+    assert f"{source}, line 8 is not UTF-8\n" in shown
+    assert "2 damaged lines or rows in 200 documents: wrong bytes became U+FFFD" in shown
+    opened = Corpus.open(tmp_path / "out")
+    texts = texts_of(opened, "train") + texts_of(opened, "validation")
+    assert sorted(texts) == sorted([*TEXTS[:7], "caf\ufffd", *TEXTS[8:]])
+
+
+def test_a_table_without_any_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
+    with refused("a.jsonl, line 1: 'text' is of type int, not text: there are 2 damaged lines or rows in 0 documents"):
+        run([tmp_path / "a.jsonl"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        (PreTrainedTokenizerFast, Exception("No space left on device (os error 28)")),  # as tokenizers raises it
+        (PreTrainedTokenizerFast, OSError(errno.ENOSPC, "No space left on device")),
+        (prepare, OSError(errno.ENOSPC, "No space left on device")),
+    ],
+    ids=["tokenizer", "its config", "shard"],
+)
+def test_a_full_disk(target, error, source, tmp_path, monkeypatch):
+    name = "write_file" if target is prepare else "save_pretrained"
+    monkeypatch.setattr(target, name, Mock(side_effect=error))
+    with refused(f"out='{tmp_path / 'out'}' cannot be written: {error}"):
+        run([source], tmp_path / "out")
+    assert not list((tmp_path / "out").glob(".*.unfinished"))
+    monkeypatch.setattr(target, name, Mock(side_effect=KeyError("a bug")))
+    with pytest.raises(KeyError):
+        run([source], tmp_path / "out")
 
 
 # Tokenizers.
@@ -262,8 +323,9 @@ def test_memory_does_not_grow_with_the_corpus(prepared, tmp_path):
 
 def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatch):
     """What is left is not a corpus and has no broken shard; the next run removes it."""
-    shards, flush = len(list(prepared.glob("*.bin"))), checkpoints._flush
-    for number in (1, 4, shards, shards + 1):
+    shards, flush = len(list(prepared.glob("*.bin"))), files._flush
+    before = 3 + len(list((prepared / "tokenizer").iterdir()))  # the tokenizer's files and folders come first
+    for number in (1, before, before + 1, before + 4, before + shards, before + shards + 1):
         out, flushed = tmp_path / str(number), []
 
         def die(path, number=number, flushed=flushed):
@@ -272,15 +334,16 @@ def test_kill_before_a_file_gets_its_name(prepared, source, tmp_path, monkeypatc
             if len(flushed) == number:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(checkpoints, "_flush", die)
+        monkeypatch.setattr(files, "_flush", die)
         with pytest.raises(KeyboardInterrupt):
             run([source], out, shard_tokens=1000)
-        monkeypatch.setattr(checkpoints, "_flush", flush)
+        monkeypatch.setattr(files, "_flush", flush)
         left = {path.name for path in out.glob("*") if path.is_file()}
         complete = [name for name in left if name.endswith(".bin")]
-        assert len(complete) == number - 1
+        assert len(complete) == max(0, number - before - 1)
+        assert (out / "tokenizer").exists() == (number >= before)
         assert all((out / name).read_bytes() == (prepared / name).read_bytes() for name in complete)
-        assert any(name.endswith(".unfinished") for name in left)
+        assert any(name.endswith(".unfinished") for name in left) == (number > before)
         with refused("holds no corpus"):
             Corpus.open(out)
         run([source], out, shard_tokens=1000)
@@ -292,5 +355,61 @@ def test_only_files_of_a_killed_run_are_removed(prepared, source, tmp_path):
     killed = ("train-00077.bin", ".validation-00000.bin.unfinished", ".manifest.json.unfinished")
     for name in (*killed, "train-notes.bin", "notes.txt"):
         (tmp_path / name).write_text("left")
+    for name in (".tokenizer.unfinished", ".tokenizer.removed.unfinished"):
+        shutil.copytree(prepared / "tokenizer", tmp_path / name)
     run([source], tmp_path, shard_tokens=1000)
     assert contents(tmp_path) == contents(prepared) | {"train-notes.bin": b"left", "notes.txt": b"left"}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.long)])
+def test_random_kills(kills, prepared, source, tmp_path):
+    """A killed run leaves a complete corpus or none, and the next run leaves what an undisturbed one does."""
+    chance, killed, number = random.Random(0), 0, 0
+    while killed < kills:
+        number += 1
+        out = tmp_path / str(number)
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+        while killed < kills and not (out / "manifest.json").exists():
+            (out / ".lock").unlink(missing_ok=True)
+            child = CONTEXT.Process(target=run, args=([source], out), kwargs={"shard_tokens": 1000})
+            child.start()
+            # Its first file shows that it has started.
+            while child.is_alive() and not (out / ".lock").exists():
+                child.join(1e-3)
+            child.join(chance.random() * 0.4)
+            killed += child.is_alive()
+            child.kill()
+            child.join()
+        if not (out / "manifest.json").exists():
+            run([source], out, shard_tokens=1000)
+        Corpus.open(out).verify()
+        assert contents(out) == contents(prepared) | {"notes.txt": b"mine"}
+        assert {path.name for path in out.iterdir()} == {path.name for path in prepared.iterdir()} | {"notes.txt"}
+
+
+PEAK = """
+import re, sys
+from linformers.__main__ import main
+try:
+    main()
+finally:
+    print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1], file=sys.stderr)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_peak_memory_of_the_command(tmp_path):
+    """Of its only process, for `PREPARE_MEGABYTES` of text (1,000)."""
+    draw, path, size = np.random.default_rng(0), tmp_path / "a.jsonl", 0
+    words = ["".join(map(chr, 97 + draw.integers(26, size=draw.integers(2, 12)))) for _ in range(50_000)]
+    with path.open("w") as file:
+        while size < 1e6 * float(os.environ.get("PREPARE_MEGABYTES", "1000")):
+            for ids in np.minimum(draw.zipf(1.2, size=(100, 300)), len(words)) - 1:
+                size += file.write(json.dumps({"text": " ".join([words[i] for i in ids])}) + "\n")
+    command = [sys.executable, "-c", PEAK, "prepare", str(path), "--out", str(tmp_path / "out")]
+    errors = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    megabytes = int(errors.split()[-1]) * 1024 / 1e6
+    print(f"{size / 1e6:.0f} MB of text: {megabytes:.0f} MB")
+    assert megabytes < 600

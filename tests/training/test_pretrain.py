@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from torch import distributed as dist
 
+import linformers_cli
 from linformers import LinformerForMaskedLM, LinformerForSequenceClassification
 from linformers.training import checkpoints, pretrain
 from linformers.training.corpus import Corpus
@@ -58,6 +59,19 @@ def test_results(finished, corpus):
     assert LinformerForMaskedLM.from_pretrained(finished / "model").config.max_position_embeddings == 32
 
 
+@pytest.mark.parametrize("spoil", [small.flip, lambda path: os.truncate(path, 999), Path.unlink])
+def test_a_finished_run_whose_model_is_damaged(spoil, finished, corpus, tmp_path):
+    out = Path(shutil.copytree(finished, tmp_path / "run"))
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    spoil(out / "model" / "model.safetensors")
+    with refused("this run is finished, but its model is damaged") as error:
+        small.train(small.recipe(corpus, out))
+    assert "delete that folder and repeat the command" in str(error.value)
+    shutil.rmtree(out / "model")
+    assert small.train(small.recipe(corpus, out)) == 0
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
+
+
 def test_output_in_a_file_has_no_control_characters_and_warns_of_a_long_warmup(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     file = io.StringIO()
@@ -68,6 +82,17 @@ def test_output_in_a_file_has_no_control_characters_and_warns_of_a_long_warmup(c
     assert "warmup_steps=8 is not below steps=8" in " ".join(lines)
     assert "\r" not in file.getvalue()
     assert "\x1b[2K" not in file.getvalue()
+
+
+def test_a_run_outlives_the_reader_of_its_output(corpus, tmp_path, monkeypatch):
+    """As in `linformers pretrain … | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        recipe = small.recipe(corpus, tmp_path, steps=6)
+        assert pretrain.run(recipe, linformers_cli._console(), "linformers pretrain") == 0
+    assert (tmp_path / "model").exists()
 
 
 def test_nothing_is_written_for_a_wrong_recipe(corpus, tmp_path):
@@ -115,11 +140,16 @@ def test_start_from_a_model(finished, corpus, tmp_path):
     assert small.train(own) == 0
     before, after = (small.read_metrics(out)[-1]["perplexity"] for out in (finished, tmp_path / "run"))
     assert after == pytest.approx(before, rel=1e-2)  # the learning rate is tiny
+    start = json.loads((tmp_path / "run" / "run.json").read_text())["sha256"]["start"]
+    assert f"- Started from: `{model}` (sha256 `{start}`)" in (tmp_path / "run" / "model" / "README.md").read_text()
     new = next(r["perplexity"] for r in small.read_metrics(finished) if "perplexity" in r)
     assert before < 0.9 * new
     data = other_corpus(corpus, tmp_path, tokenizer=str(finished / "model"))  # other text
     assert small.train(small.recipe(data, tmp_path / "other run", start=str(finished / "model"), steps=2)) == 0
     small.flip(model / "model.safetensors")
+    with refused("model.safetensors has sha256"):
+        small.train(own)
+    checkpoints.verify(model, True, small.QUIET)
     with refused("sha256.start was"):
         small.train(own)
 
@@ -158,10 +188,10 @@ def test_wrong_starts(finished, corpus, tmp_path):
 # Several processes.
 
 
-def start(recipe, folder, *launcher):
+def start(recipe, folder, *launcher, stdout=subprocess.DEVNULL):
     """A process, or several by a launcher, in a process group of its own."""
     command = [sys.executable, *launcher, "-m", "linformers", "pretrain", str(write(recipe, folder))]
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL if launcher else subprocess.PIPE}
+    output = {"stdout": stdout, "stderr": subprocess.DEVNULL if launcher else subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 

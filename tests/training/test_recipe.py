@@ -64,6 +64,9 @@ WRONG_VALUES |= {"shard": "maybe", "out": None, "schedule": "linaer", "precision
     [
         *((f"{name}={json.dumps(value)}", f"{name}={value!r} ") for name, value in WRONG_VALUES.items()),
         ("start=''", "start='' must be a folder"),
+        ("out=d", "out='d' and data='d' must not contain each other"),
+        ("out=x/../d/run", "out='x/../d/run' and data='d' must not contain each other"),
+        ("out=.", "out='.' and data='d' must not contain each other"),
         ("stepps=3", "'stepps' is not a key of a recipe; did you mean 'steps'?"),
         ("model.projcted_length=3", "did you mean 'model.projected_length'?"),
         ("modle.sharing=none", "'modle' is not a key of a recipe; did you mean 'model'?"),
@@ -72,6 +75,7 @@ WRONG_VALUES |= {"shard": "maybe", "out": None, "schedule": "linaer", "precision
         ("model.projected_length=1000", "projected_length=1000"),
         ("steps", "'steps' is not of the form key=value"),
         ("steps=[1", "'steps=[1': the value is not YAML"),
+        ("steps=2026-99-99", "'steps=2026-99-99': the value is not YAML"),
     ],
 )
 def test_wrong_changes(tmp_path, change, message):
@@ -84,8 +88,14 @@ def test_wrong_changes(tmp_path, change, message):
     [
         *((f"base: {base}\n", f"base={base!r}") for base in ("none.yaml", "r.yaml", 5)),
         ("- 1\n", "r.yaml is not a recipe"),
-        ("a: [\n", "r.yaml is not YAML"),
-        ("a: \udcff\n", "r.yaml is not YAML"),
+        ("a: [\n", "r.yaml cannot be parsed"),
+        ("a: \udcff\n", "r.yaml cannot be parsed"),
+        ("a: 2026-99-99\n", "r.yaml cannot be parsed: month must be in 1..12"),
+        ("a: &a [1]\nb: [*a, *a]\n", "r.yaml cannot be parsed: a recipe cannot have aliases"),
+        ("a: " + "[" * 10**5, "r.yaml cannot be parsed: its lists and tables are nested more than 16 deep"),
+        (f"a: {'9' * 1001}\n", "r.yaml cannot be parsed: a value has more than 1,000 characters"),
+        ("#" * (2**20 + 1), "r.yaml has more than the 1,048,576 bytes"),
+        ("variants: [" + "{a: {}, b: {}}, " * 60 + "]", "r.yaml has more than 10,000 variants"),
         ("data: d\nout: o\n", "r.yaml has no 'steps'"),
         ("data: d\nout: o\nsteps: 1\n1: 2\n", "'1' is not a key of a recipe"),
         ("data: d\nout: o\nsteps: 1\nmodel: 5\n", "model=5 must be fields of LinformerConfig"),
@@ -97,7 +107,7 @@ def test_wrong_files(content, message, tmp_path):
     with refused(message):
         recipes.read(tmp_path / "r.yaml")
     for path in (tmp_path / "none.yaml", tmp_path):
-        with refused(f"recipe '{path}' cannot be read"):
+        with refused(f"{path} is missing or not a file"):
             recipes.read(path)
 
 

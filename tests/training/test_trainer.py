@@ -1,8 +1,10 @@
 """An interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
 import functools
+import math
 import os
 import random
+import shutil
 import signal
 from contextlib import contextmanager
 from unittest.mock import Mock
@@ -12,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from linformers.training import checkpoints, pretrain
-from linformers.training.trainer import ExactTrainer, read_metrics
+from linformers.training import checkpoints, pretrain, rows
+from linformers.training.corpus import Corpus
+from linformers.training.trainer import SIGNALS, ExactTrainer, read_metrics
 
 from ..modes import refused
 from . import small
@@ -86,6 +89,33 @@ def test_intervals_may_change(corpus, tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows")
+def test_a_closed_terminal_saves_except_under_nohup(corpus, straight, tmp_path, monkeypatch):
+    setting = {**SETTINGS[0], "save_every": 100}
+    with interrupted(4, signal.SIGHUP):
+        assert small.train(small.recipe(corpus, tmp_path, **setting)) == 128 + signal.SIGHUP
+        assert (tmp_path / "checkpoint-5").exists()
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            shutil.rmtree(tmp_path / "checkpoint-5")
+            assert small.train(small.recipe(corpus, tmp_path, **setting)) == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_after_the_last_step_stops_the_command(corpus, tmp_path, monkeypatch):
+    original = ExactTrainer.train
+
+    def train(self, **options):
+        original(self, **options)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ExactTrainer, "train", train)
+    assert small.train(small.recipe(corpus, tmp_path, steps=2)) == 143
+    assert (tmp_path / "checkpoint-2").exists()
+    assert not (tmp_path / "model").exists()
+
+
 def test_several_gpus_without_torchrun_are_one(corpus, straight, tmp_path, monkeypatch):
     """Transformers would multiply the batch size by the number of GPUs."""
     expected, original = straight(SETTINGS[0]), pretrain.training_arguments
@@ -127,7 +157,82 @@ def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
     assert {path.suffix for path in written} == {".safetensors", ".json", ".md"}
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.fixture
+def without_labels(monkeypatch):
+    """Some steps, counted from 1, and the first eight rows for validation have nothing to predict."""
+
+    def patch(*steps):
+        original = rows.MaskedRows.__getitems__
+
+        def getitems(self, numbers):
+            batch = original(self, numbers)
+            if (numbers[0] // 8 + 1 in steps) if self.shuffle else numbers[0] == 0:
+                batch["labels"].fill_(rows.IGNORED)
+            return batch
+
+        monkeypatch.setattr(rows.MaskedRows, "__getitems__", getitems)
+
+    return patch
+
+
+def test_steps_without_labels_count_for_nothing(corpus, tmp_path, without_labels):
+    """They are left out of logged losses, also of those across an interrupt, and so are batches in validation."""
+    without_labels(4, 12, 13, 14, 15)
+    settings = {**SETTINGS[0], "steps": 18, "eval_rows": 16, "eval_every": 6}
+    logs = []
+    for every in (1, 3):
+        out = tmp_path / str(every)
+        assert small.train(small.recipe(corpus, out, **settings, log_every=every)) == 0
+        logs.append({own["step"]: own["loss"] for own in read_metrics(out) if "loss" in own})
+    each, mean = logs
+    assert all(math.isfinite(loss) and loss > 1 for loss in each.values())
+    assert list(each) == [step for step in range(1, 19) if step not in (4, 12, 13, 14, 15)]
+    assert list(mean) == [3, 6, 9, 12, 18]  # none of 13, 14 and 15 had a loss
+    for step, loss in mean.items():
+        own = [each[s] for s in range(step - 2, step + 1) if s in each]
+        assert loss == pytest.approx(sum(own) / len(own), rel=1e-5)
+    for step in (3, 10, 13):
+        with interrupted(step):
+            assert small.train(small.recipe(corpus, tmp_path / "resumed", **settings)) == 143
+    assert small.train(small.recipe(corpus, tmp_path / "resumed", **settings)) == 0
+    assert small.final_state(tmp_path / "resumed", 18).keys() == small.final_state(tmp_path / "3", 18).keys()
+    assert {own["step"]: own["loss"] for own in read_metrics(tmp_path / "resumed") if "loss" in own} == mean
+
+
+def test_validation_batches_without_labels_count_for_nothing(corpus, tmp_path, without_labels):
+    """The perplexity is that of the other batch."""
+    recipe = small.recipe(corpus, tmp_path, eval_rows=16, short_rows=0.0)
+    arguments, own = pretrain.training_arguments(recipe), Corpus.open(corpus)
+    trainer = pretrain.make_trainer(recipe, own, arguments)
+    model = trainer.model.eval()
+    batch = trainer.eval_dataset.__getitems__(range(8, 16))
+    without_labels()
+    expected = model(**batch).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    with refused("nothing to predict"):
+        pretrain.make_trainer(small.recipe(corpus, tmp_path, eval_rows=1), own, arguments)
+
+
+def test_nan_in_validation_stops_the_run(corpus, tmp_path, monkeypatch):
+    original = ExactTrainer.compute_loss
+
+    def poisoned(self, *args, return_outputs=False, **kwargs):
+        result = original(self, *args, return_outputs=return_outputs, **kwargs)
+        return (result[0] * torch.nan, result[1]) if return_outputs else result
+
+    monkeypatch.setattr(ExactTrainer, "compute_loss", poisoned)
+    with refused("the validation loss is nan in step 8"):
+        small.train(small.recipe(corpus, tmp_path))
+
+
+POISONS = {
+    "nan": lambda loss: loss * torch.nan,
+    "inf": lambda loss: loss * torch.inf,
+    "nan with finite gradients": lambda loss: loss + torch.nan,
+}
+
+
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
     """In step 13, the weights are those of step 12, and the run can resume from its last checkpoint."""
     original, seen = ExactTrainer.compute_loss, []
@@ -137,14 +242,14 @@ def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, po
         if not self.model.training or self.state.global_step != 12:
             return loss
         seen.extend((parameter, parameter.detach().clone()) for parameter in self.model.parameters())
-        return loss * poison
+        return poison(loss)
 
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     with monkeypatch.context() as patch, refused("not finite in step 13 (rows 96 to 103)") as error:
         patch.setattr(ExactTrainer, "compute_loss", poisoned)
         small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
     assert "step 10" in str(error.value)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     assert seen
     assert all(torch.equal(parameter, before) for parameter, before in seen)
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0

@@ -24,8 +24,8 @@ def write_jsonl(path, texts):
 
 
 def run(sources, out, **options):
-    options = {"vocab_size": 400, "validation_share": 0.1, "workers": 1} | options
-    return prepare([str(source) for source in sources], out, console=QUIET, **options)
+    options = {"vocab_size": 400, "validation_share": 0.1, "workers": 1, "console": QUIET} | options
+    return prepare([str(source) for source in sources], out, **options)
 
 
 def texts_of(opened, split):

@@ -24,21 +24,25 @@ from ..training import data
 POOL_TOKENS = 2**21
 
 
-def load_encoder(name: str) -> tuple[PreTrainedModel, Tokenizer]:
+def load_encoder(name: str, revision: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
     """Load an encoder and its tokenizer from a folder or the hub, in float32 with eager attention."""
-    config, tokenizer = load_config(name)
+    config, tokenizer = load_config(name, revision)
+    options: Any = {"revision": revision or "main", "use_safetensors": True, "trust_remote_code": False}
     with _loading(name, OSError, KeyError):
-        model = AutoModel.from_pretrained(name, config=config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModel.from_pretrained(
+            name, config=config, attn_implementation="eager", dtype=torch.float32, **options
+        )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def load_config(name: str) -> tuple[PreTrainedConfig, Tokenizer]:
+def load_config(name: str, revision: str | None = None) -> tuple[PreTrainedConfig, Tokenizer]:
     """Load the config and tokenizer of an encoder; `tokenizer.model_max_length` is what the model accepts."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():  # not a hub name either
         raise UserError(f"model={name!r} is not a folder")
     check_no_run("model", Path(name))
     with _loading(name, OSError, KeyError, ValueError):
-        config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        options: Any = {"revision": revision or "main", "trust_remote_code": False}
+        config, tokenizer = (auto.from_pretrained(name, **options) for auto in (AutoConfig, AutoTokenizer))
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"model={name!r} is an encoder-decoder; use an encoder, where every query sees every key")
     # If a folder has no tokenizer, transformers creates one that knows no words.

@@ -85,6 +85,7 @@ def run(
     out: Path,
     command: str,
     console: Console,
+    revision: str | None = None,
     **sampling: Any,
 ) -> Lengths:
     """Choose k and write `choose-k.json` and `config.json` to `out`; `sampling` is passed to `spectrum.run`."""
@@ -92,13 +93,13 @@ def run(
     check_choice("sharing", sharing, SHARINGS)
     if (energy is None) == (budget is None):
         raise UserError(f"energy={energy} and budget={budget}: give exactly one of them")
-    encoder, tokenizer = attentions.load_config(model)
+    encoder, tokenizer = attentions.load_config(model, revision)
     length = length or min(512, tokenizer.model_max_length)
     if energy is not None:
         check_share("energy", energy)
     elif not 1 <= (budget or 0) < length:
         raise UserError(f"budget={budget} must be at least 1 and below length={length}")
-    sampling |= {"length": length, "at": None, "workers": None, "out": out, "command": command}
+    sampling |= {"length": length, "at": None, "workers": None, "out": out, "command": command, "revision": revision}
     measured = spectrum.run(model, text, console=console, **sampling).energy
     if energy is not None:
         chosen, share = choose(measured, energy, per=per, sharing=sharing), energy
@@ -124,7 +125,7 @@ def run(
     training = f"linformers pretrain RECIPE data=DATA out=OUT {changes}"
     console.print(summary, training, sep="\n", highlight=False, markup=False, soft_wrap=True)
     config.save_pretrained(out)
-    record = {"command": command, "commit": commit(), **environment(), "model": model}
+    record = {"command": command, "commit": commit(), **environment(), "model": model, "revision": revision}
     record |= {"share": share, "per": per, "sharing": sharing, "choices": choices}
     (out / "choose-k.json").write_text(json.dumps(record, indent=1) + "\n")
     return chosen

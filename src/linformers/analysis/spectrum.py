@@ -169,17 +169,19 @@ def run(
     out: Path,
     command: str,
     console: Console,
+    revision: str | None = None,
 ) -> Spectrum:
     """Measure the spectrum of P and write `spectrum.json` and `spectrum.png` to `out`; resume an interrupted run."""
     for name, value in {"length": length, "sentences": sentences, "at": at, "workers": workers}.items():
         check_size(name, 1 if value is None else value)
     make_folder("out", out)
-    encoder, tokenizer = attentions.load_encoder(model)
+    encoder, tokenizer = attentions.load_encoder(model, revision)
     length = length or min(512, tokenizer.model_max_length)
     at = at or max(1, length // 4)
     if at >= length:
         raise UserError(f"at={at} must be below length={length}, the number of singular values")
     origin = {"command": command, "commit": commit(), **environment(), "model": model, "texts": text, "n": length}
+    origin |= {"revision": revision} if revision else {}
     with console.status("reading text"):
         passages = attentions.passages(text, tokenizer, length, sentences, seed=seed, text_column=text_column)
     if len(passages) < sentences:

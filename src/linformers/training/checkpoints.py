@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,70 +12,54 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from rich.console import Console
 from torch import Tensor, nn
 
+from ..checks import check_no_run
 from ..errors import UserError
+from ..files import (
+    MANIFEST,
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    accepting,
+    check_files,
+    damage,
+    file_hash,
+    read_json,
+    remove_folder,
+    states,
+    write_file,
+    write_manifest,
+)
 
-MANIFEST = "manifest.json"
 # What a run, or a seed of one, leaves in its folder.
-TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/result.json")
-
-
-def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Create `folder` atomically: a kill at any time leaves either the complete folder or none.
-
-    `fill` writes the files to a temporary folder. They are hashed into a manifest and flushed to disk, and one rename
-    puts them in place.
-    """
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        fill(unfinished)
-        files = [path for path in sorted(unfinished.iterdir()) if path.is_file()]
-        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in files}
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        for path in (*files, unfinished / MANIFEST):
-            path.chmod(0o644)  # safetensors makes files readable for their owner only
-            _flush(path)
-        _flush(unfinished)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    if folder.exists():  # a damaged one
-        _remove(folder)
-    unfinished.rename(folder)
-    _flush(folder.parent)
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    _flush(unfinished)
-    unfinished.replace(path)
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/best")
 
 
 def model_hash(folder: Path) -> str:
-    """Identifies the content of a saved model: config, tokenizer and weights."""
+    """Identifies the content of a saved model: config, tokenizer and weights, which must be intact."""
+    check_files(folder, (*MODEL_FILES, *TOKENIZER_FILES))
     files = [folder / "config.json", folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))]
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot flush folders
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def verify(folder: Path, accept: bool, console: Console) -> None:
+    """Print which files of a model or checkpoint are intact, and raise if one is not; `accept` takes all for intact."""
+    check_no_run("folder", folder)
+    if not (folder / "config.json").exists() and not any(folder.glob("*.safetensors")):
+        raise UserError(f"folder={str(folder)!r} holds no model or checkpoint")
+    if accept:
+        write_manifest(folder)
+    if not (folder / MANIFEST).exists():
+        raise UserError(f"folder={str(folder)!r} has no {MANIFEST}; to write one, run: {accepting(folder)}")
+    intact = True
+    for path, wrong in states(folder):
+        console.print(wrong or f"{path} is intact", markup=False, highlight=False, soft_wrap=True)
+        intact = intact and wrong is None
+    if not intact:
+        raise UserError(
+            f"folder={str(folder)!r} is damaged; restore it or, if it was changed on purpose, run: {accepting(folder)}"
+        )
 
 
 def step_of(folder: Path) -> int:
@@ -99,42 +82,18 @@ def newest_intact(run: Path, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `write_folder` wrote; `None` if it is intact."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        expected = [(folder / name, file["bytes"], file["sha256"]) for name, file in manifest.items()]
-    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
-        return f"{folder / MANIFEST} is missing or not a list of files"
-    return next(filter(None, (file_damage(*file) for file in expected)), None)
-
-
-def file_damage(path: Path, size: int, sha256: str | None = None) -> str | None:
-    """What is wrong with a file of known size and, if given, hash; `None` if it is intact."""
-    if not path.is_file():
-        return f"{path} is missing, expected {size} bytes"
-    if path.stat().st_size != size:
-        return f"{path} has {path.stat().st_size} bytes, expected {size}"
-    if sha256 is not None and (actual := file_hash(path)) != sha256:
-        return f"{path} has sha256 {actual}, expected {sha256}"
-    return None
-
-
 def remove_old(run: Path, keep: int, protected: Path | None = None) -> None:
     """Delete all checkpoints except the newest `keep` and the protected one, and what a kill left behind."""
     for folder in list_checkpoints(run)[keep:]:
         if folder != protected:
-            _remove(folder)
-    for folder in run.glob(".checkpoint-*.unfinished"):
-        shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
+    remove_unfinished(run)
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder under another name, so that a kill never leaves half of it under its own."""
-    doomed = folder.with_name(f".{folder.name}.removed.unfinished")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def remove_unfinished(run: Path) -> None:
+    """Delete what a killed process left in the folder of a run."""
+    for path in run.glob(".*.unfinished"):
+        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -151,15 +110,17 @@ def locked(run: Path) -> Iterator[None]:
 def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = ()) -> None:
     """Write the settings of a run to its folder; refuse the folder of a run with other settings, except `free` ones."""
     path, settings = run / "run.json", {"kind": kind, **settings}
+    for folder in (run, *run.glob("seed-*")):
+        remove_unfinished(folder)
     if not any(match for trace in TRACES for match in run.glob(trace)):
         write_file(path, json.dumps(settings, indent=1) + "\n")
         return
     if not path.exists():
         raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
     try:
-        saved = _flat(json.loads(path.read_text()))
+        saved = _flat(read_json(path))
         saved_kind = saved["kind"]
-    except (ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{path} is damaged: it does not describe a run") from None
     if saved_kind != kind:
         raise UserError(f"out={str(run)!r} holds a run of linformers {saved_kind}; choose another folder")

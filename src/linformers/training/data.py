@@ -5,23 +5,29 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from ..errors import UserError
+from ..files import parse_json
 
 TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 TEXTS = (".txt", ".md", ".rst", ".py")
 Sources = str | Path | Sequence[str | Path]
 COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
 FILE_TYPES = f"{', '.join(TEXTS + TABLES)}; plain, .gz or .xz"
-# A text file of more characters is split into several documents, at a blank line where possible.
+# A text of more characters is split into several documents, at a blank line where possible.
 MAX_CHARACTERS = 2**20
+# A few bytes can expand to gigabytes: a row has at most so many characters, and a column of a row group so many bytes,
+# or so many times its bytes on disk.
+MAX_ROW = 2**24
+MAX_COLUMN = 2**24
+MAX_EXPANSION = 50
+XZ_MEMORY = 2**28  # that the header of an .xz file may ask for; xz -9 asks for 2**26
 
 
 def file_type(path: Path) -> str:
@@ -44,8 +50,8 @@ def find_files(sources: Sources, name: str = "source") -> list[Path]:
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a file, compressed or not, as UTF-8."""
+def open_text(path: Path, errors: str = "replace") -> Iterator[TextIO]:
+    """Open a file, compressed or not, as UTF-8; `errors` is that of `open`."""
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -53,41 +59,96 @@ def open_text(path: Path) -> Iterator[TextIO]:
     decompress: Any = COMPRESSIONS.get(path.suffix.lower(), nullcontext)
     with raw, decompress(raw) as content:
         try:
+            if decompress is lzma.open:
+                lzma.LZMADecompressor(memlimit=XZ_MEMORY).decompress(raw.peek(), max_length=1)
             # utf-8-sig drops the byte order mark that some editors write.
-            yield io.TextIOWrapper(content, encoding="utf-8-sig", errors="replace", newline="")
+            yield io.TextIOWrapper(content, encoding="utf-8-sig", errors=errors, newline="")
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, csv.Error) as error:
             raise UserError(f"{path} is damaged or not what its name says: {error}") from None
 
 
-def documents(source: Path | str, text_column: str = "text", split: str = "train") -> Iterator[str]:
-    """The documents of a file or of a dataset on the hub, see `rows`; a large text is split at blank lines."""
+def refuse(damage: str) -> NoReturn:
+    raise UserError(damage)
+
+
+def documents(
+    source: Path | str, text_column: str = "text", split: str = "train", damaged: Callable[[str], None] = refuse
+) -> Iterator[str]:
+    """The documents of a file or of a dataset on the hub, see `rows`; a large text is split at blank lines.
+
+    `damaged` is told of each line that is not UTF-8 and of each row without text. If it returns, such a line gets a
+    U+FFFD for each wrong byte, and such a row is skipped.
+    """
     if isinstance(source, Path) and file_type(source) not in TABLES:
-        with open_text(source) as file:
-            yield from _split(source, file)
+        with open_text(source, "surrogateescape") as file:
+            yield from _split(_lines(source, file, MAX_CHARACTERS, damaged))
         return
-    for row in rows(source, [text_column], split):
+    for where, row in _rows(source, [text_column], split, damaged):
         text = row[text_column]
-        if text is not None and str(text).strip():
-            yield str(text)
+        if text is not None and not isinstance(text, str):
+            damaged(f"{where}: {text_column!r} is of type {type(text).__name__}, not text")
+        elif text and len(text) > MAX_CHARACTERS:
+            yield from _split(io.StringIO(text, newline=""))
+        elif text and text.strip():
+            yield text
 
 
 def rows(source: Path | str, columns: Sequence[str], split: str = "train") -> Iterator[dict[str, Any]]:
     """The given columns of each row of a table, or of a dataset on the hub, `"name"` or `"name:config"`."""
-    if isinstance(source, Path) and file_type(source) == ".parquet":
-        yield from _parquet_rows(source, columns)
-        return
-    for row in _hub_rows(source, split) if isinstance(source, str) else _text_rows(source):
+    for _, row in _rows(source, columns, split, refuse):
+        yield row
+
+
+def _rows(
+    source: Path | str, columns: Sequence[str], split: str, damaged: Callable[[str], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each row is, and the given columns of it."""
+    found: Iterator[tuple[str, dict[str, Any]]]
+    if isinstance(source, str):
+        found = ((f"{source}, row {number}", row) for number, row in enumerate(_hub_rows(source, split), 1))
+    elif file_type(source) == ".parquet":
+        found = ((f"{source}, row {number}", row) for number, row in enumerate(_parquet_rows(source, columns), 1))
+    else:
+        found = _text_rows(source, damaged)
+    for where, row in found:
         _check_columns(source, columns, row)
-        yield {name: row[name] for name in columns}
+        yield where, {name: row[name] for name in columns}
 
 
-def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with open_text(path) as file:
+def _text_rows(path: Path, damaged: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open_text(path, "surrogateescape") as file:
+        size = number = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal size, number
+            for number, line in enumerate(_lines(path, file, MAX_ROW, damaged), 1):
+                size += len(line)
+                if size >= MAX_ROW:
+                    raise UserError(f"{path}, line {number}: a row has more than {MAX_ROW:,} characters")
+                yield line
+
         if file_type(path) == ".jsonl":
-            yield from (_json_object(path, number, line) for number, line in enumerate(file, 1) if line.strip())
+            found: Iterable[dict[str, Any]] = (_json_row(path, number, line) for line in lines() if line.strip())
         else:
-            csv.field_size_limit(2**31 - 1)
-            yield from csv.DictReader(file, delimiter="\t" if file_type(path) == ".tsv" else ",")
+            csv.field_size_limit(MAX_ROW)
+            found = csv.DictReader(lines(), delimiter="\t" if file_type(path) == ".tsv" else ",")
+        for row in found:
+            yield f"{path}, line {number}", row
+            size = 0
+
+
+def _lines(path: Path, file: TextIO, most: int, damaged: Callable[[str], None]) -> Iterator[str]:
+    """The lines of a file that is open with `surrogateescape`, cut after `most` characters."""
+    for number, line in enumerate(iter(lambda: file.readline(most), ""), 1):
+        if "\0" in line:
+            raise UserError(f"{path}, line {number} is not UTF-8 text: it has NUL bytes")
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            damaged(f"{path}, line {number} is not UTF-8")
+            yield line.encode(errors="surrogateescape").decode(errors="replace")
+        else:
+            yield line
 
 
 def _hub_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
@@ -108,15 +169,29 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]
 
     try:
         # With a buffer, pyarrow reads a column piece by piece instead of a whole row group.
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is damaged or not what its name says: {error}") from None
+        with pyarrow.parquet.ParquetFile(path, buffer_size=2**20) as file:
+            _check_columns(path, columns, file.schema_arrow.names)
+            for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+                _check_expansion(path, columns, map(group.column, range(group.num_columns)))
+            read, most = 0, max(MAX_COLUMN, MAX_EXPANSION * path.stat().st_size)
+            for batch in file.iter_batches(batch_size=16, columns=list(columns)):
+                rows = batch.to_pylist()
+                read += sum(len(value) for row in rows for value in row.values() if isinstance(value, str))
+                if read > most:  # a value in a dictionary takes its space once, however often it occurs
+                    raise UserError(f"{path} would expand to more than {most:,} characters: write it again")
+                yield from rows
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged or not what its name says: {str(error).splitlines()[0]}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    with file:
-        _check_columns(path, columns, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=16, columns=list(columns)):
-            yield from batch.to_pylist()
+
+
+def _check_expansion(path: Path, names: Sequence[str], columns: Iterable[Any]) -> None:
+    for column in columns:
+        name, stored, size = column.path_in_schema, column.total_compressed_size, column.total_uncompressed_size
+        is_read = f"{name}.".startswith(tuple(f"{own}." for own in names))
+        if is_read and size > max(MAX_COLUMN, MAX_EXPANSION * stored):
+            raise UserError(f"{path} would expand {stored:,} bytes of column {name!r} to {size:,}: write it again")
 
 
 def _check_columns(where: object, columns: Sequence[str], present: Iterable[str]) -> None:
@@ -125,23 +200,16 @@ def _check_columns(where: object, columns: Sequence[str], present: Iterable[str]
             raise UserError(f"{where} has no column {name!r}; its columns are {', '.join(map(repr, present))}")
 
 
-def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{path}, line {number} is not a JSON object")
+def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:
+    row = parse_json(line, f"{path}, line {number}")
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items()}
 
 
-def _split(path: Path, file: TextIO) -> Iterator[str]:
+def _split(lines: Iterable[str]) -> Iterator[str]:
     """A text in pieces of at least `MAX_CHARACTERS`, except the last, that end before a blank line if there is one."""
     piece = io.StringIO()
-    for line in iter(lambda: file.readline(MAX_CHARACTERS), ""):
-        if "\0" in line:
-            raise UserError(f"{path} is not UTF-8 text: it has NUL bytes")
+    for line in lines:
         if piece.tell() >= MAX_CHARACTERS and (not line.strip() or piece.tell() >= 2 * MAX_CHARACTERS):
             yield piece.getvalue()
             piece = io.StringIO()

@@ -12,21 +12,21 @@ from typing import Any
 
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
-from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
-from ..checks import check_choice, check_model, check_positive, check_size, make_folder
+from .. import LinformerForSequenceClassification, LinformerModel
+from ..checks import check_choice, check_positive, check_size, make_folder
 from ..errors import UserError
+from ..files import damage, read_json, write_file, write_folder
 from ..provenance import sentence
 from . import checkpoints, tasks
-from .prepare import MODEL_INPUTS
 from .pretrain import model_card, save_model
 from .recipe import COMPILE, PRECISIONS
-from .rows import EpochOrder, collate, encode, longest_first
+from .rows import EpochOrder, collate, encode, load_tokenizer, longest_first
 from .tasks import TaskData, classification_metrics, plus_minus, spread
 from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
-BEST = "best"  # the folder of a seed's best weights
+BEST, RESULT = "best", "result.json"  # the folder of a seed's best weights, and its scores in there
 MIN_STEPS_TO_COMPILE = 1000  # about what a minute of compiling saves
 FEW_STEPS, HIGH_RATE = 100, 1e-3  # below FEW_STEPS, the default learning rate hardly changes a small model
 
@@ -71,16 +71,17 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
         hashes = {"data": task.hash(), "weights": checkpoints.model_hash(model)}
         recorded = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "hash": hashes}
         checkpoints.claim(out, "finetune", recorded, free=("seeds", "compile"))
-        if (done := len(list(out.glob("seed-*/result.json")))) > settings.seeds:
+        if (done := len(list(out.glob(f"seed-*/{BEST}")))) > settings.seeds:
             raise UserError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}")
         runs.print_sizes()
         for seed in range(settings.seeds):
             folder = out / f"seed-{seed}"
-            done = (folder / "result.json").exists() and (folder / BEST).exists()
-            if not done and (code := runs.train(seed, folder)):
+            if (folder / BEST).exists():
+                _check_intact(folder / BEST)
+            elif code := runs.train(seed, folder):
                 return code
             checkpoints.remove_old(folder, keep=0)
-        runs.report(command)
+        runs.report(hashes["weights"], command)
     return 0
 
 
@@ -114,7 +115,7 @@ class FineTuning:
             self.console.print(few, style="yellow", highlight=False)
 
     def train(self, seed: int, folder: Path) -> int:
-        """Train with one seed; keep its best weights, and write its scores to `result.json`."""
+        """Train with one seed; keep its best weights and its scores."""
         folder.mkdir(exist_ok=True)
         settings, rows_per_step = self.settings, self.settings.batch_size
         set_seed(seed)
@@ -152,19 +153,23 @@ class FineTuning:
         if code := train(trainer, self.console, title, score="accuracy", unit="rows", units_per_step=rows_per_step):
             return code
         best = trainer.state.best_global_step
-        checkpoint = _intact(folder / f"checkpoint-{best}")
+        checkpoint = _check_intact(folder / f"checkpoint-{best}")
         trainer._load_from_checkpoint(str(checkpoint))
         scores = trainer.evaluate(self.sets["test"], metric_key_prefix="test")
         result = {"seed": seed, "step": best, "validation_accuracy": trainer.state.best_metric}
         result |= {name: scores[f"test_{name}"] for name in ("accuracy", "f1")}
-        checkpoints.write_folder(folder / BEST, lambda place: shutil.copy(checkpoint / MODEL, place / MODEL))
-        checkpoints.write_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
+
+        def fill(unfinished: Path) -> None:
+            shutil.copy(checkpoint / MODEL, unfinished / MODEL)
+            (unfinished / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+
+        write_folder(folder / BEST, fill)
         return 0
 
-    def report(self, command: str) -> None:
+    def report(self, start_hash: str, command: str) -> None:
         """Write mean and deviation over the seeds, and the best model with its card."""
         task, out = self.task, self.out
-        seeds = [json.loads((out / f"seed-{s}" / "result.json").read_text()) for s in range(self.settings.seeds)]
+        seeds = [read_json(out / f"seed-{seed}" / BEST / RESULT) for seed in range(self.settings.seeds)]
         results: dict[str, Any] = {
             "task": task.name,
             "reported_on": task.reported_on,
@@ -176,9 +181,9 @@ class FineTuning:
             "made_with": sentence(command),
         }
         best = max(seeds, key=lambda result: result["validation_accuracy"])
-        weights = load_file(_intact(out / f"seed-{best['seed']}" / BEST) / MODEL)
+        weights = load_file(out / f"seed-{best['seed']}" / BEST / MODEL)
         text = f"""\
-Fine-tuned from `{self.model}`; the best of {len(seeds)} seeds on the validation set.
+Fine-tuned from `{self.model}` (sha256 `{start_hash}`); the best of {len(seeds)} seeds on the validation set.
 On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard deviation:
 
 - accuracy: {plus_minus(results["accuracy"], 4)}
@@ -189,7 +194,7 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
         classifier = load_model(self.model, task.label_names)
         card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
         save_model(out / "model", classifier, weights, self.tokenizer, card)
-        checkpoints.write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
+        write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
         for name in ("accuracy", "f1"):
             each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
             mean = plus_minus(results[name], 2, scale=100)
@@ -209,18 +214,7 @@ def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClas
     return classifier
 
 
-def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, with `max_length`, or all that the model takes, as its `model_max_length`."""
-    check_model("model", folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=MODEL_INPUTS)
-    n = LinformerConfig.from_pretrained(folder).max_position_embeddings
-    if max_length > n:
-        raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
-    tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
-    return tokenizer
-
-
-def _intact(folder: Path) -> Path:
-    if wrong := checkpoints.damage(folder):
+def _check_intact(folder: Path) -> Path:
+    if wrong := damage(folder):
         raise UserError(f"the best weights are damaged: {wrong}; delete {folder.parent} and run the command again")
     return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from io import TextIOWrapper
 from itertools import islice
@@ -23,10 +23,8 @@ from ..checks import check_model, check_share, check_size
 from ..errors import UserError
 from . import tasks
 from .corpus import Corpus, tokenizer_hash
-from .data import open_text
-from .finetune import load_tokenizer
-from .pretrain import validation_rows
-from .rows import IGNORED, Vocabulary, already_batched, collate, encode, longest_first
+from .data import MAX_ROW, open_text
+from .rows import IGNORED, Vocabulary, already_batched, collate, encode, load_tokenizer, longest_first
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
@@ -35,10 +33,21 @@ BLANK = "the line is blank"
 
 def predict(model: Path, file: Path | None, out: TextIO, **options: Any) -> None:
     """Predict each line of a file, or of standard input; the options are those of `predict_lines`."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    with open_text(file) if file else nullcontext(sys.stdin) as lines:
-        predict_lines(model, lines, out, **options)
+    for stream in (sys.stdin, out):  # JSON is UTF-8, whatever the locale says
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    if file is None and sys.stdin is None:
+        raise UserError("standard input is closed: name a file")
+    with open_text(file) if file else nullcontext(sys.stdin) as opened:
+        predict_lines(model, _lines(opened, str(file or "standard input")), out, **options)
+
+
+def _lines(file: TextIO, name: str) -> Iterator[str]:
+    """The lines of a file; a few bytes of a compressed file can be a line of gigabytes."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_ROW), ""), 1):
+        if len(line) == MAX_ROW:
+            raise UserError(f"{name}, line {number} has {MAX_ROW:,} characters or more")
+        yield line
 
 
 def predict_lines(
@@ -56,13 +65,14 @@ def predict_lines(
         raise UserError(f"best={best} exceeds the {len(tokenizer)} tokens of the vocabulary")
     purpose = purpose_of(model)
     classifies = purpose == CLASSIFY
+    if not classifies and tokenizer.mask_token is None:
+        raise UserError(f"model={str(model)!r} fills in masks, and its tokenizer has no mask token")
     if pairs and not classifies:
         raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
-    options: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length}
+    network, options = load_model(model, purpose), {"truncation": True, "max_length": tokenizer.model_max_length}
     if not classifies:
         options = {"top_k": best, "tokenizer_kwargs": options}
-    options |= {"dtype": torch.float32, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-    pipe = pipeline(purpose, model=str(model), tokenizer=tokenizer, **options)
+    pipe = pipeline(purpose, model=network, tokenizer=tokenizer, device=network.device, **options)
     wrong: list[str] = []
     numbered = enumerate((line.rstrip("\r\n") for line in lines), 1)
     while batch := list(islice(numbered, batch_size)):
@@ -137,6 +147,8 @@ def evaluate(
 
 def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share: float) -> dict[str, Any]:
     """Perplexity of masked tokens of a corpus's validation set, with the masks of pretraining."""
+    from .pretrain import validation_rows  # imports the Trainer, 60 MB that no prediction needs
+
     check_size("rows", rows)
     check_share("mask_share", mask_share)
     network, tokenizer, corpus = load_model(model, FILL_MASK), load_tokenizer(model), Corpus.open(data)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -17,20 +18,31 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from ..checks import check_share, check_size, make_folder
+from ..checks import check_probability, check_share, check_size, make_folder
 from ..errors import UserError
+from ..files import damage, write_file, write_folder
 from ..progress import progress
 from . import data
-from .checkpoints import locked, write_file
-from .corpus import FORMAT, MANIFEST, TOKENIZER, tokenizer_hash
+from .checkpoints import locked
+from .corpus import (
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    open_tokenizer,
+    shard_name,
+    tokenizer_hash,
+    vocabulary_size,
+    write_manifest,
+)
 
 # What the models take. BERT's tokenizers would also return token types.
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-OUR_FILES = re.compile(r"(train|validation)-\d{5,}\.bin|\.((train|validation)-\d{5,}\.bin|manifest\.json)\.unfinished")
-BATCH_CHARACTERS = 2**20
+SHARD = r"(train|validation)-\d{5,}\.bin"
+OUR_FILES = re.compile(rf"{SHARD}|\.({SHARD}|manifest\.json|tokenizer|tokenizer\.removed)\.unfinished")
+BATCH_CHARACTERS = 2**18  # whose tokens take hundreds of bytes each until they are numbers
 TOKENIZER_CHARACTERS = 2**28  # the most text that a tokenizer is trained on
 MAX_UINT16_VOCABULARY = 2**16
 MIN_VALIDATION_TOKENS = 10_000  # perplexity on fewer tokens is mostly noise
@@ -42,11 +54,13 @@ def prepare(
     *,
     vocab_size: int = 16384,
     tokenizer: str | None = None,
+    revision: str | None = None,
     validation: Sequence[str] = (),
     validation_share: float = 0.005,
     text_column: str = "text",
+    max_damaged: float = 0.001,
     tokenizer_documents: int = 12_000,
-    shard_tokens: int = 2**24,
+    shard_tokens: int = 2**23,
     workers: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
@@ -59,38 +73,44 @@ def prepare(
         sources: files, folders, or names of datasets on the hub (`name` or `name:config`; the split `train` is read).
         validation: like `sources`, for the validation set; these files are excluded from `sources`.
         validation_share: without `validation`, the share of documents to hold out, selected by their hash.
+        max_damaged: the most lines that are not UTF-8 and rows that are not text, as a share of the documents.
         tokenizer_documents: the number of documents to train the tokenizer on, the same number from each file.
     """
     workers = workers if workers is not None else os.cpu_count() or 1
     sizes = {"tokenizer_documents": tokenizer_documents, "shard_tokens": shard_tokens, "workers": workers}
     for name, size in sizes.items():
         check_size(name, size)
+    check_probability("max_damaged", max_damaged)
     if not validation:
         check_share("validation_share", validation_share)
     share = 0.0 if validation else validation_share
     all_sources = _find_sources(sources, validation, text_column, share, console)
-    encoder = None if tokenizer is None else load_tokenizer(tokenizer)
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer, revision)
 
     make_folder("out", out)
     with locked(out):
         if (out / MANIFEST).exists():
             raise UserError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
+        if (out / TOKENIZER).exists() and damage(out / TOKENIZER):
+            raise UserError(f"out={str(out)!r} has a folder {TOKENIZER!r} of other origin; choose another folder")
         for path in out.iterdir():
             if OUR_FILES.fullmatch(path.name):  # left by a killed run
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         if encoder is None:
             with progress(console) as bars:
                 sample = bars.track(_sample(all_sources, tokenizer_documents), description="tokenizer")
                 encoder = train_tokenizer(sample, vocab_size)
-        encoder.save_pretrained(out / TOKENIZER)
-        vocabulary = max(encoder.get_vocab().values()) + 1
+        with _writing(out):
+            write_folder(out / TOKENIZER, encoder.save_pretrained)
+        vocabulary, damaged = vocabulary_size(encoder), Damage(console)
         dtype = np.dtype("uint16" if vocabulary <= MAX_UINT16_VOCABULARY else "uint32").newbyteorder("<")
         began = time.perf_counter()
         with progress(console) as bars:
             tracked = bars.track(all_sources, description="files")
-            documents = chain.from_iterable(source.documents() for source in tracked)
+            documents = chain.from_iterable(source.documents(damaged) for source in tracked)
             tokens = encode(documents, out / TOKENIZER / "tokenizer.json", encoder.eos_token_id, dtype, workers)
-            splits = _write_shards(tokens, out, shard_tokens)
+            splits = _write_shards(tokens, out, dtype, shard_tokens)
+        damaged.check(max_damaged, sum(split["documents"] for split in splits.values()))
         if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
             raise UserError(f"there are no documents for {empty[0]}: {cause}")
@@ -104,7 +124,8 @@ def prepare(
             "validation_sources": list(validation),
             "splits": splits,
         }
-        write_file(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last, since it makes the folder a corpus
+        with _writing(out):
+            write_manifest(out, manifest)  # last, since it makes the folder a corpus
 
     for name, split in splits.items():
         console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
@@ -125,12 +146,46 @@ class Source:
     text_column: str
     held_out: float
 
-    def documents(self) -> Iterator[tuple[str, str]]:
-        """The split and the text of each document."""
+    def documents(self, damaged: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+        """The split and the text of each document; `damaged` as in `data.documents`."""
         # Held out by hash: equal documents stay together, and adding others moves none.
-        for text in data.documents(self.name, self.text_column, self.split):
+        for text in data.documents(self.name, self.text_column, self.split, damaged):
             place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
             yield "validation" if place < self.held_out else self.split, text
+
+
+@dataclass
+class Damage:
+    """Counts the lines that are not UTF-8 and the rows that are not text, and reports the first."""
+
+    console: Console
+    count: int = 0
+    first: str = ""
+
+    def __call__(self, damage: str) -> None:
+        if not self.count:
+            self.first = damage
+            self.console.print(damage, style="yellow", highlight=False, markup=False)
+        self.count += 1
+
+    def check(self, most: float, documents: int) -> None:
+        """Refuse more than a share of `most` of the documents."""
+        found = f"{self.count:,} damaged lines or rows in {documents:,} documents"
+        if self.count > most * documents:
+            raise UserError(f"{self.first}: there are {found}, more than max_damaged={most} allows")
+        if self.count:
+            self.console.print(f"{found}: wrong bytes became U+FFFD, rows without text were left out", style="yellow")
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Explains what the system refuses, such as writing to a full disk."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or "(os error " in str(error):  # a plain exception of tokenizers
+            raise UserError(f"out={str(out)!r} cannot be written: {error}") from None
+        raise
 
 
 def _find_sources(
@@ -161,7 +216,9 @@ def _sample(sources: list[Source], documents: int) -> Iterator[str]:
         # Rounded so that the numbers add up to `documents`.
         count = documents * (number + 1) // len(training) - documents * number // len(training)
         characters = TOKENIZER_CHARACTERS // len(training)
-        for text in islice((text for split, text in source.documents() if split == "train"), count):
+        # Damage is counted later, when all documents are read.
+        found = source.documents(damaged=lambda damage: None)
+        for text in islice((text for split, text in found if split == "train"), count):
             yield text[:characters]
             characters -= len(text)
             if characters <= 0:
@@ -186,13 +243,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=bpe, model_input_names=MODEL_INPUTS, **tokens)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerFast:
     """Load a tokenizer from a folder or the hub, and check that it has the special tokens that pretraining needs."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, model_input_names=MODEL_INPUTS)
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"tokenizer={name!r} cannot be loaded from a folder or the hub: {reason}") from None
+    options = {"revision": revision or "main", "model_input_names": MODEL_INPUTS}
+    tokenizer = open_tokenizer(name, f"tokenizer={name!r}, a folder or a name on the hub", **options)
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer={name!r} has no tokenizer.json: only fast tokenizers work")
     if tokenizer.eos_token is None and tokenizer.sep_token is not None:  # as in BERT
@@ -237,25 +291,28 @@ def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, s
         yield batch
 
 
-def _write_shards(batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, shard_tokens: int) -> dict[str, Any]:
+def _write_shards(
+    batches: Iterable[list[tuple[str, np.ndarray]]], out: Path, dtype: np.dtype, shard_tokens: int
+) -> dict[str, Any]:
     """Write documents to shards of at most `shard_tokens` tokens; returns the splits of the manifest."""
     splits: dict[str, Any] = {name: {"documents": 0, "tokens": 0, "shards": []} for name in ("train", "validation")}
-    buffers: dict[str, list[np.ndarray]] = {name: [] for name in splits}
+    buffers, size = {name: bytearray() for name in splits}, shard_tokens * dtype.itemsize
 
     def write_shard(split: str) -> None:
-        ids, rest = np.split(np.concatenate(buffers[split]), [shard_tokens])
-        buffers[split] = [rest] if len(rest) else []
         shards = splits[split]["shards"]
-        name, content = f"{split}-{len(shards):05d}.bin", ids.tobytes()
-        write_file(out / name, content)
-        sha256 = hashlib.sha256(content).hexdigest()
-        shards.append({"file": name, "tokens": len(ids), "bytes": len(content), "sha256": sha256})
+        name = shard_name(split, len(shards))
+        with memoryview(buffers[split])[:size] as content:
+            with _writing(out):
+                write_file(out / name, content)
+            tokens, sha256 = len(content) // dtype.itemsize, hashlib.sha256(content).hexdigest()
+            shards.append({"file": name, "tokens": tokens, "bytes": len(content), "sha256": sha256})
+        del buffers[split][:size]
 
     for split, ids in chain.from_iterable(batches):
         splits[split]["documents"] += 1
         splits[split]["tokens"] += len(ids)
-        buffers[split].append(ids)
-        while splits[split]["tokens"] - shard_tokens * len(splits[split]["shards"]) >= shard_tokens:
+        buffers[split] += ids.tobytes()
+        while len(buffers[split]) >= size:
             write_shard(split)
     for split in splits:
         if buffers[split]:

@@ -14,15 +14,15 @@ from rich.console import Console
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from .. import LinformerConfig, LinformerForMaskedLM, plots
+from .. import LinformerConfig, LinformerForMaskedLM, files, plots
 from ..checks import check_model, make_folder
 from ..errors import UserError
 from ..provenance import sentence
 from . import checkpoints
 from .corpus import Corpus, tokenizer_hash
 from .recipe import FREE, Recipe, read
-from .rows import MaskedRows, Vocabulary, already_batched
-from .trainer import ExactTrainer, common_arguments, compile_model, read_metrics, train
+from .rows import IGNORED, MaskedRows, Vocabulary, already_batched
+from .trainer import ExactTrainer, common_arguments, compile_model, metrics_of, train
 
 # All runs have the same masks in validation, so that perplexities are comparable.
 VALIDATION_SEED = 2**40
@@ -64,6 +64,7 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
     if arguments.should_save:
         corpus.verify()
     trainer = make_trainer(recipe, corpus, arguments)
+    hashes: dict[str, str] = {}
     if arguments.should_save:
         hashes = {"corpus": corpus.hash, "tokenizer": corpus.tokenizer_hash}
         if recipe.start is not None:
@@ -72,7 +73,10 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         checkpoints.claim(Path(recipe.out), "pretrain", settings, [f"recipe.{name}" for name in FREE])
     trainer.accelerator.wait_for_everyone()
     if trainer.check_shared("finished models:", int(model.exists())):
-        console.print(f"{model} exists: this run is finished.", highlight=False)
+        if wrong := files.damage(model):
+            remedy = "delete that folder and repeat the command to write it again from the newest checkpoint"
+            raise UserError(f"this run is finished, but its model is damaged: {wrong}; {remedy}")
+        console.print(f"{model} exists and is intact: this run is finished.", highlight=False)
         return 0
     if recipe.warmup_steps >= recipe.steps:
         few = f"warmup_steps={recipe.warmup_steps} is not below steps={recipe.steps}"
@@ -84,7 +88,7 @@ def _train(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments, console
         return code
     weights = trainer.full_weights()  # all processes take part
     if arguments.should_save:
-        _save_result(trainer.model, weights, recipe, corpus, command)
+        _save_result(trainer, weights, recipe, corpus, hashes.get("start"), command)
         console.print(f"model in {model}", markup=False)
     trainer.accelerator.wait_for_everyone()
     return 0
@@ -146,7 +150,10 @@ def validation_rows(corpus: Corpus, vocabulary: Vocabulary, length: int, max_row
     """The first rows of the validation set, with the same masks in every run."""
     tokens = corpus.tokens("validation")
     rows = min(max_rows, len(tokens) // length)
-    return MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, share, shuffle=False)
+    dataset = MaskedRows(tokens, vocabulary, rows, length, VALIDATION_SEED, share, shuffle=False)
+    if not any((dataset.__getitems__([row])["labels"] != IGNORED).any() for row in range(rows)):
+        raise UserError(f"the first {rows} rows of the validation set hold only special tokens: nothing to predict")
+    return dataset
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -176,18 +183,25 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def _save_result(
-    model: LinformerForMaskedLM, weights: dict[str, Any], recipe: Recipe, corpus: Corpus, command: str
+    trainer: ExactTrainer,
+    weights: dict[str, Any],
+    recipe: Recipe,
+    corpus: Corpus,
+    start_hash: str | None,
+    command: str,
 ) -> None:
     """Plot the curve, and save the model with its card."""
-    out, title, tokenizer = Path(recipe.out), describe(model.config), corpus.tokenizer()
+    model, out, tokenizer = trainer.model, Path(recipe.out), corpus.tokenizer()
+    title = describe(model.config)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    records, splits = read_metrics(out), corpus.manifest["splits"]
+    records, splits = metrics_of(trainer.state), corpus.manifest["splits"]
     held_out = ", ".join(corpus.manifest["validation_sources"]) or "documents held out of the same sources"
+    origin = f"- Started from: `{recipe.start}` (sha256 `{start_hash}`)\n" if start_hash else ""
     text = f"""\
 An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by masked-language modeling.
 
 - Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
-- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
+{origin}- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
 - Validation data: {splits["validation"]["tokens"]:,} tokens from {held_out}
 
 ```yaml
@@ -235,6 +249,6 @@ def save_model(
     def fill(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(card)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
-    checkpoints.write_folder(folder, fill)
+    files.write_folder(folder, fill)

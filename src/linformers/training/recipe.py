@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,19 @@ import yaml
 
 from .. import LinformerConfig, checks
 from ..errors import UserError
+from ..files import read_bytes
 
 PRECISIONS = ("auto", "bf16", "float32")
 COMPILE = ("auto", "yes", "no")
 
 # Fields that do not change what a run computes: they may differ when it resumes.
 FREE = ("data", "out", "rows_at_once", "log_every", "save_every", "keep", "workers", "compile", "shard")
+
+# A few lines of YAML can expand to gigabytes.
+MAX_BYTES = 2**20
+MAX_DEPTH = 16
+MAX_CHARACTERS = 1000  # of a value
+MAX_VARIANTS = 10_000
 
 # Fields of the model that follow from the corpus.
 FROM_CORPUS = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
@@ -64,6 +72,9 @@ class Recipe:
         for name in ("data", "out") if self.start is None else ("data", "out", "start"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise UserError(f"{name}={getattr(self, name)!r} must be a folder")
+        out, data = Path(self.out).resolve(), Path(self.data).resolve()
+        if out.is_relative_to(data) or data.is_relative_to(out):
+            raise UserError(f"out={self.out!r} and data={self.data!r} must not contain each other")
         fields: dict[Any, tuple[str, ...]] = {
             checks.check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
             _check_count: ("warmup_steps", "workers", "rows_at_once", "seed"),
@@ -141,8 +152,8 @@ def _parse(change: str) -> dict[str, Any]:
         raise UserError(f"{change!r} is not of the form key=value, such as steps=100")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
-        raise UserError(f"{change!r}: the value is not YAML") from None
+    except (ValueError, yaml.YAMLError):
+        raise UserError(f"{change!r}: the value is not YAML of a recipe") from None
     section, _, key = name.partition(".")
     if not key:
         return {name: value}
@@ -151,7 +162,21 @@ def _parse(change: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, which YAML 1.1 reads as text."""
+    """YAML in which 1e-3 is a number, which YAML 1.1 reads as text; without aliases, and of bounded size."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a recipe cannot have aliases such as *name")
+        if self.depth == MAX_DEPTH:
+            raise yaml.YAMLError(f"its lists and tables are nested more than {MAX_DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"a value has more than {MAX_CHARACTERS:,} characters")
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -161,12 +186,11 @@ _Loader.add_implicit_resolver(
 
 def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The values of a file over those of its `base`, and its variants."""
+    content = read_bytes(path, MAX_BYTES)
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise UserError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        values = yaml.load(content.decode(), _Loader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a recipe: expected keys and values")
     variants = _expand(path, values.pop("variants", None) or {})
@@ -183,6 +207,8 @@ def _expand(path: Path, variants: Any) -> dict[str, dict[str, Any]]:
     grid = variants if isinstance(variants, list) else [variants]
     if not all(isinstance(axis, dict) and all(isinstance(changes, dict) for changes in axis.values()) for axis in grid):
         raise UserError(f"{path} has variants={variants!r}, expected a table of names and changed keys")
+    if math.prod(len(axis) for axis in grid if axis) > MAX_VARIANTS:
+        raise UserError(f"{path} has more than {MAX_VARIANTS:,} variants")
     cells = [list(zip(*cell, strict=True)) for cell in itertools.product(*(axis.items() for axis in grid)) if cell]
     return {"-".join(names): functools.reduce(_merge, changes) for names, changes in cells}
 
@@ -202,6 +228,8 @@ def _model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_count(name: str, value: Any) -> None:
     if not checks.is_number(value, int) or value < 0:
         raise UserError(f"{name}={value!r} must be 0 or a positive integer")
+    if value >= 2**32:  # a seed of NumPy's
+        raise UserError(f"{name}={value!r} must be below 2^32")
 
 
 def _check_key(name: str, names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from .. import LinformerConfig
+from ..checks import check_model
 from ..errors import UserError
-from .corpus import TokenStream
+from .corpus import TokenStream, open_tokenizer
+from .prepare import MODEL_INPUTS
 
 IGNORED = -100  # the label of tokens that are not predicted
 # Rows that share a random generator: drawing for many rows at once is several times as fast.
@@ -128,6 +132,17 @@ class Example(NamedTuple):
     text: str
     pair: str | None
     label: int
+
+
+def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, with `max_length`, or all that the model takes, as its `model_max_length`."""
+    check_model("model", folder)
+    tokenizer = open_tokenizer(str(folder), f"model={str(folder)!r}", model_input_names=MODEL_INPUTS)
+    n = LinformerConfig.from_pretrained(folder).max_position_embeddings
+    if max_length > n:
+        raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
+    tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
+    return tokenizer
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ import json
 import math
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,25 +22,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from .. import LinformerForMaskedLM
+from .. import LinformerForMaskedLM, files
+from ..checks import to_builtin
 from ..errors import UserError
 from ..progress import progress
 from . import checkpoints
 
 MODEL, OPTIMIZER, TRAINING, STATE = "model.safetensors", "optimizer.safetensors", "training.json", "trainer_state.json"
 METRICS = "metrics.jsonl"
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The last one tells that the terminal was closed; Windows has none.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 
 class ExactTrainer(Trainer):
     """A Trainer that never loses more than the steps since the last checkpoint.
 
-    - A checkpoint appears complete or not at all (`checkpoints.write_folder`), and later damage is detected by hash.
+    - A checkpoint appears complete or not at all (`files.write_folder`), and later damage is detected by hash.
       It contains only safetensors and JSON.
     - A resumed run equals an uninterrupted one bit for bit: it restores random states, the optimizer, and the loss
       since the last log. Rows must depend on their number alone, as those of `rows.py` do.
-    - SIGTERM and SIGINT end the run after the current step, with a checkpoint.
+    - SIGTERM, SIGINT and SIGHUP end the run after the current step, with a checkpoint.
     - A loss or gradient that is not finite ends the run before the weights change.
+    - A step whose labels are all ignored has no gradient and does not count in logged losses.
     """
 
     def __init__(self, model: nn.Module, args: TrainingArguments, **kwargs: Any) -> None:
@@ -47,7 +52,8 @@ class ExactTrainer(Trainer):
         super().__init__(model, args, **kwargs)
         assert self.args.optim == "adamw_torch_fused", "only fused optimizers can skip an update on the device"
         self.stopped_by: int | None = None  # the signal that ended the run
-        self._not_finite: tuple[int, AsyncScalar] | None = None
+        self._labels: Tensor | None = None  # the number of labels in the current step, if they can be ignored
+        self._flags: tuple[int, AsyncScalar] | None = None  # of the last step; see `_get_grad_norm`
         self._restored: dict[str, Any] | None = None
         self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters())
         if self.is_sharded:  # FSDP reduces gradients; another wrapper would do so twice
@@ -59,7 +65,6 @@ class ExactTrainer(Trainer):
     # Saving.
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        self._check_finite()
         run, best = Path(self.args.output_dir), self.state.best_global_step
         folder = run / f"checkpoint-{self.state.global_step}"
         # All processes take part in gathering; the first one writes.
@@ -84,9 +89,9 @@ class ExactTrainer(Trainer):
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(unfinished)
 
-        if self.args.should_save and checkpoints.damage(folder) is not None:
+        if self.args.should_save and files.damage(folder) is not None:
             try:
-                checkpoints.write_folder(folder, fill)
+                files.write_folder(folder, fill)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{folder} could not be written ({error}); {self._last_checkpoint()}") from error
             checkpoints.remove_old(run, self.args.save_total_limit or 1, run / f"checkpoint-{best}")
@@ -130,22 +135,37 @@ class ExactTrainer(Trainer):
     @torch.no_grad()
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         weights = self._weights()
-        for name, value in load_file(Path(resume_from_checkpoint) / MODEL).items():
-            weights[name].copy_(checkpoints.shard_like(value, weights[name]))
+        with _reading(resume_from_checkpoint):
+            saved = load_file(Path(resume_from_checkpoint) / MODEL)
+            shapes = ({name: value.shape for name, value in tensors.items()} for tensors in (saved, weights))
+            if next(shapes) != next(shapes):
+                raise ValueError("its weights are those of another model")
+            for name, value in saved.items():
+                weights[name].copy_(checkpoints.shard_like(value, weights[name]))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        tensors = load_file(Path(checkpoint) / OPTIMIZER)
-        self._restored = json.loads((Path(checkpoint) / TRAINING).read_text())
-        checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
-        for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
-            group.update(saved)
-        self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **self._restored["scheduler"]})
+        with _reading(checkpoint):
+            tensors = load_file(Path(checkpoint) / OPTIMIZER)
+            restored = files.read_json(Path(checkpoint) / TRAINING)
+            losses, last_logged = [float(loss) for loss in restored["losses"]], int(restored["last_logged"])
+            self._restored = {**restored, "losses": losses, "last_logged": last_logged}
+            checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
+            for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
+                types = [
+                    {name: type(to_builtin(own[name])) for name in own if name != "params"} for own in (group, saved)
+                ]
+                if types[0] != types[1]:
+                    raise ValueError("its optimizer has other settings")
+                group.update(saved)
+            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **self._restored["scheduler"]})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            states = json.loads((Path(checkpoint) / TRAINING).read_text())["random"]
+        if checkpoint is None:
+            return
+        with _reading(checkpoint):
+            states = files.read_json(Path(checkpoint) / TRAINING)["random"]
             if self.args.process_index < len(states):  # additional processes keep their own
                 checkpoints.load_random_state(states[self.args.process_index])
 
@@ -178,32 +198,55 @@ class ExactTrainer(Trainer):
                 wrapped.worker_init_fn = functools.partial(_ignore_signals, wrapped.worker_init_fn)
         return loader
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        loader = super().get_eval_dataloader(eval_dataset)
+        self.accelerator._dataloaders.remove(loader)  # which would keep one of each validation
+        return loader
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._labels = num_items_in_batch
+        return super().training_step(model, inputs, num_items_in_batch)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm of the gradients; if it is not finite, the update that follows is skipped on the device."""
+        """The norm of the gradients; if it or the loss is not finite, the update that follows is skipped."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        not_finite = ~torch.isfinite(torch.as_tensor(norm))
-        self._check_finite()
+        not_finite = ~torch.isfinite(torch.as_tensor(norm) + self._tr_loss)
+        unlabeled = torch.zeros_like(not_finite) if self._labels is None else self._labels == 0
+        self._check_step()
         if not self.is_sharded:
-            # Like a gradient scaler, this makes a fused optimizer skip the update. The host reads the flag a step
+            # Like a gradient scaler, this makes a fused optimizer skip the update. The host reads the flags a step
             # later, so that it never waits for the device.
             self.optimizer.optimizer.found_inf = not_finite.float()
-        self._not_finite = (self.state.global_step + 1, AsyncScalar(not_finite))
+        self._flags = (self.state.global_step + 1, AsyncScalar(not_finite + 2 * unlabeled))
         if self.is_sharded:
-            self._check_finite()
+            self._check_step()
         return norm
 
-    def _check_finite(self) -> None:
-        """End the run if the last gradients were not finite."""
-        if self._not_finite is None:
+    def _check_step(self) -> None:
+        """End the run if the last loss or gradient was not finite; do not count a step without labels."""
+        if self._flags is None:
             return
-        (step, flag), self._not_finite = self._not_finite, None
-        if flag.value():
+        (step, flags), self._flags = self._flags, None
+        if flags.value() % 2:
             rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             raise UserError(
                 f"the loss or a gradient is not finite in step {step} (rows {(step - 1) * rows} to {step * rows - 1}); "
                 f"the weights are unchanged, and {self._last_checkpoint()}; lower the learning rate"
             )
+        if flags.value():
+            self._globalstep_last_logged += 1  # the logged loss is divided by the number of steps since then
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_save:  # both wait for the device
+            self._check_step()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A batch whose labels are all ignored does not count in the validation loss."""
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        counts = self._get_num_items_in_batch([inputs], self.args.device) != 0
+        return loss if counts else None, logits, labels
 
 
 class AsyncScalar:
@@ -220,7 +263,7 @@ class AsyncScalar:
 
 
 class _SignalCallback(TrainerCallback):
-    """On SIGTERM or SIGINT, finish the current step, save and stop."""
+    """On a signal, finish the current step, save and stop."""
 
     def __init__(self, trainer: ExactTrainer) -> None:
         self.trainer, self.received = trainer, 0
@@ -257,6 +300,17 @@ def _ignore_signals(then: Any, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if then is not None:
         then(worker)
+
+
+@contextmanager
+def _reading(checkpoint: str | Path) -> Iterator[None]:
+    """Name a checkpoint whose hashes are right and whose content is not that of the run."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint} is damaged, or of another run: {str(error).splitlines()[0]}") from error
 
 
 def common_arguments(precision: str) -> dict[str, Any]:
@@ -310,20 +364,30 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
 
     resume = checkpoints.newest_intact(Path(trainer.args.output_dir), say)
     step = trainer.check_shared("checkpoints of steps", checkpoints.step_of(resume) if resume else 0)
+    if resume is not None:
+        files.read_json(resume / STATE)  # transformers reads it without bounds
+        with _reading(resume):
+            if not all(
+                isinstance(entry, dict) for entry in TrainerState.load_from_json(str(resume / STATE)).log_history
+            ):
+                raise ValueError("its log has a wrong entry")
     say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
-    handlers = {number: signal.signal(number, trainer.signals.receive) for number in SIGNALS}
+    # A signal that is ignored from the start, as under nohup, stays ignored.
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, trainer.signals.receive) for number in heeded}
     try:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         monitor.bars.stop()
-    if trainer.stopped_by is None:
+    stopped_by = trainer.stopped_by or trainer.signals.received  # perhaps after the last step
+    if not stopped_by:
         return 0
     say(f"stopped by a signal; saved step {trainer.state.global_step}")
-    return 128 + trainer.stopped_by
+    return 128 + stopped_by
 
 
 class _Monitor(TrainerCallback):
@@ -359,19 +423,37 @@ class _Monitor(TrainerCallback):
             if torch.cuda.is_available():
                 logs["peak_bytes"] = torch.cuda.max_memory_allocated()
         elif "eval_loss" in logs:
+            if not math.isfinite(logs["eval_loss"]):
+                step = f"in step {state.global_step}"
+                raise UserError(f"the validation loss is {logs['eval_loss']} {step}; lower the learning rate")
             perplexity = math.exp(min(logs["eval_loss"], 700))
             logs[self.score] = perplexity if self.score == "perplexity" else logs[f"eval_{self.score}"]
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         state.log_history[-1] |= logs
-        kept = [json.dumps(entry) for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
-        checkpoints.write_file(Path(args.output_dir) / METRICS, "\n".join(kept) + "\n")
+        lines = [json.dumps(entry) + "\n" for entry in metrics_of(state)]
+        files.write_file(Path(args.output_dir) / METRICS, "".join(lines))
         shown = {"loss": ".3f", self.score: ".4g", "learning_rate": ".2e", f"{self.unit}_per_second": ",.0f"}
         parts = [f"{name.replace('_', ' ')} {logs[name]:{form}}" for name, form in shown.items() if name in logs]
         self.console.print(f"step {state.global_step:,}  " + "  ".join(parts), highlight=False)
 
 
+def metrics_of(state: TrainerState) -> list[dict[str, Any]]:
+    """The log entries of training and validation."""
+    return [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The log entries of a run."""
-    path = run / METRICS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The log entries of a run; a last line that is cut off is dropped."""
+    path, entries = run / METRICS, []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict) and "step" in entry:
+            entries.append(entry)
+        elif number < len(lines):
+            raise UserError(f"{path} has {line[:80]!r} in line {number}, which is not a log entry; delete it")
+    return entries
