@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "shipped"},
     {"files"},
     {"checks"},
-    {"config", "reference"},
+    {"config", "reference", "losses"},
     {"ops"},
     {"projections"},
     {"attention", "resizing"},

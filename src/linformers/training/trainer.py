@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .. import LinformerForMaskedLM, files
-from ..checks import plain
+from ..checks import to_builtin
 from ..errors import UserError
 from ..progress import progress
 from . import checkpoints
@@ -153,7 +153,9 @@ class ExactTrainer(Trainer):
             self._restored = {**restored, "losses": losses, "last_logged": last_logged}
             checkpoints.load_optimizer_tensors(self.model, self.optimizer.optimizer, tensors)
             for group, saved in zip(self.optimizer.param_groups, self._restored["groups"], strict=True):
-                types = [{name: type(plain(own[name])) for name in own if name != "params"} for own in (group, saved)]
+                types = [
+                    {name: type(to_builtin(own[name])) for name in own if name != "params"} for own in (group, saved)
+                ]
                 if types[0] != types[1]:
                     raise ValueError("its optimizer has other settings")
                 group.update(saved)
