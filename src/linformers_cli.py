@@ -216,6 +216,7 @@ def evaluate(
     label: LabelColumn = "label",
     rows: Annotated[int, typer.Option(min=1, help="Number of validation rows for the perplexity.")] = 1024,
     mask_share: Annotated[float, typer.Option(help="Share of tokens to mask for the perplexity.")] = 0.15,
+    without: Annotated[str | None, typer.Option(help="Keys to leave out: projected or window.")] = None,
 ) -> None:
     """Measure the perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
     options = {**locals()}

@@ -53,10 +53,10 @@ ROTARY = [
     for mode in (
         *({"projection": p} for p in PROJECTIONS),
         {"shifted_windows": True},
-        {"projection_init": "sample", "local_window": 2},
+        {"projection_init": "sample", "local_window": 2, "initial_far_bias": -1.5},
         {"projection_init": "sample", "local_window": [3, 0], "sharing": "none"},
         {"projection": "none", "local_window": 2},
-        {**PER_HEAD, "projection_init": "sample", "local_window": 1},
+        {**PER_HEAD, "projection_init": "sample", "local_window": 1, "initial_far_bias": -1.5},
         {**PER_HEAD, "sharing": "headwise"},
         {"projection": "conv", "projected_length": [4, 3], "sharing": "key-value"},
         {"projection_init": "sample", "projected_length": [0, 4], "local_window": 2},

@@ -52,7 +52,7 @@ def one_head(
     rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
     query, key, value = ((w.weight[rows].T, w.bias[rows]) for w in (layer.query, layer.key, layer.value))
     (own_E, i), (own_F, _) = part_of(E, head), part_of(F, head)
-    far_bias = None if layer.far_bias is None else layer.far_bias[head : head + 1]
+    far_bias = None if layer.scaled_far_bias is None else 10 * layer.scaled_far_bias[head : head + 1]
     positions = None if own_E.rotation is None else slot_positions(own_E, len(x), shift)
     if own_E.is_identity and rotary:
         positions = torch.arange(len(x))

@@ -92,11 +92,6 @@ class ProjectedAttention(nn.Module):
         if far_bias is not None:
             self.scaled_far_bias = nn.Parameter(torch.full((num_heads,), far_bias / FAR_BIAS_SCALE))
 
-    @property
-    def far_bias(self) -> Tensor | None:
-        """What each head adds to the scores of its projected keys, (h,)."""
-        return None if self.scaled_far_bias is None else FAR_BIAS_SCALE * self.scaled_far_bias
-
     def forward(
         self,
         x: Tensor,
@@ -142,9 +137,11 @@ class ProjectedAttention(nn.Module):
             query, key = own(query), (own if E.rotation is None else E.rotation)(key)
         near = None
         if self.local_window:  # the exact keys and values, K W_K and V W_V                (b, h, n, d_head)
-            near_key, near_value = (split_heads(linear(x), self.num_heads) for linear in (self.key, self.value))
+            near_key, near_value = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
             near = near_key if rotation is None else rotation(near_key), near_value
-        far_bias = self.far_bias
+        far_bias = None
+        if near is not None and self.scaled_far_bias is not None:
+            far_bias = FAR_BIAS_SCALE * self.scaled_far_bias
         heads, probs = self.attend(
             query, key, value, near, far_bias, E, lengths, attn_implementation
         )  # (b, n, h, d_head)

@@ -94,7 +94,7 @@ class LinformerConfig(PreTrainedConfig):
             like Adam, E changes s times as fast as the other weights. `None` means 1.2 if all layers share E and
             there is no local window, and 0.12 otherwise; it is resolved when a model is built.
         initial_far_bias: with a local window, each head of each layer adds a learned bias to the scores of its
-            projected keys; this is its initial value. `None` means -log k: attention starts near its own position.
+            projected keys; this is its initial value; -log k starts near the token itself. `None`: no bias.
         position_embedding_type: `"absolute"` positions are learned and added to the embeddings; `"rotary"` positions
             (Su et al., 2021) rotate queries and keys. A projected key has the position of its window or sample.
         rope_parameters: the parameters of rotary positions, as in transformers; `rope_theta` is 10,000 by default.
@@ -234,10 +234,10 @@ class LinformerConfig(PreTrainedConfig):
 
     @property
     def far_biases(self) -> tuple[float | None, ...]:
-        """The initial bias of the scores of projected keys in each layer; `None` where there is no local window."""
+        """The initial bias of the scores of projected keys in each layer; `None` if there is none."""
+        lengths = map(max, self.projected_lengths)
         return tuple(
-            (-math.log(k) if self.initial_far_bias is None else self.initial_far_bias) if k and window else None
-            for k, window in zip(map(max, self.projected_lengths), self.local_windows, strict=True)
+            self.initial_far_bias if k and w else None for k, w in zip(lengths, self.local_windows, strict=True)
         )
 
     @property

@@ -356,7 +356,9 @@ class LinformerModel(LinformerPreTrainedModel):
             inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, ranks.order)
 
         x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
-        rotation = self.projections.rotation_of_tokens(x.shape[1], x.device, x.dtype)
+        rotation = None
+        if (theta := self.projections.rope_theta) is not None:
+            rotation = Rotation.of(torch.arange(x.shape[1], device=x.device), self.projections.head_dim, theta, x.dtype)
         projections = self.projections(x.shape[1], lengths, x.device, x.dtype)
         for layer, (E, F) in zip(self.layers, projections, strict=True):
             x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation, rotation)
@@ -397,7 +399,8 @@ class LinformerModel(LinformerPreTrainedModel):
         if token_type_ids is not None:
             check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], "ids")
         if tokens.shape[1] > self.config.max_position_embeddings:
-            remedy = f"call model.resize_length({self.config.next_valid_length(tokens.shape[1])})"
+            longer = self.config.next_valid_length(tokens.shape[1])
+            remedy = f"lengthen the model: model.resize_length({longer}), or linformers finetune --max-length {longer}"
             refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, remedy)
 
 

@@ -509,11 +509,11 @@ class Projections(nn.ModuleList):
                     if (k, shift) not in masks:
                         mask = projection.slot_mask(seq_len, k, shift, lengths, device)
                         masks[k, shift] = None if mask is None else mask[:, None, None, :]
-                    if (module_id, k, shift) not in rotations:
+                    if self.rope_theta is not None and (module_id, k, shift) not in rotations:
                         rotations[module_id, k, shift] = self.rotation(projection, seq_len, k, shift, device, dtype)
                     commutes = projection.commutes and (E is None or E.dim() == 2)
                     identity, live = isinstance(projection, IdentityProjection), masks[k, shift]
-                    serves = (len(heads), commutes, identity, rotations[module_id, k, shift])
+                    serves = (len(heads), commutes, identity, rotations.get((module_id, k, shift)))
                     parts.append(ReadyProjection(projection.shorten, k, E, lengths, live, *serves))
                 if len(parts) == 1:
                     E_and_F.append(parts[0])
@@ -523,17 +523,12 @@ class Projections(nn.ModuleList):
             pairs.append((E_and_F[0], E_and_F[-1]))  # the same one twice where E = F
         return pairs
 
-    def rotation_of_tokens(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> Rotation | None:
-        """With rotary positions, how to rotate the queries and exact keys of rows that are sorted by rank."""
-        if self.rope_theta is None:
-            return None
-        return Rotation.of(torch.arange(seq_len, device=device), self.head_dim, self.rope_theta, dtype)
-
     def rotation(
         self, projection: Projection, seq_len: int, k: int, shift: int, device: torch.device, dtype: torch.dtype
     ) -> Rotation | None:
         """With rotary positions, how to rotate projected keys; `None` if each token has its own."""
-        if self.rope_theta is None or isinstance(projection, IdentityProjection):
+        assert self.rope_theta is not None
+        if isinstance(projection, IdentityProjection):
             return None
         positions = projection.slot_positions(k, shift, device)[: projection.num_slots(seq_len, k)]
         return Rotation.of(positions, self.head_dim, self.rope_theta, dtype)

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from linformers import LinformerForMaskedLM
 from linformers.training import predict
 
 from ..modes import refused
@@ -95,7 +97,7 @@ def test_the_code_of_a_tokenizer_never_runs(model, tmp_path, monkeypatch):
     )
     (folder / "manifest.json").unlink()
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers would ask here
-    with refused("its tokenizer does not load"):
+    with refused("the tokenizer does not load"):
         predict.predict(folder, None, io.StringIO())
     assert not (tmp_path / "trace").exists()
 
@@ -123,10 +125,24 @@ def test_evaluate(tuned, model, corpus, files):
     assert many > 2 * few
 
 
+def test_evaluate_without_a_branch(corpus, tmp_path):
+    """The same as a model that never had it."""
+    small.train(small.recipe(corpus, tmp_path, steps=8, model={"local_window": 2, "initial_far_bias": 0.0}))
+    ids = torch.randint(5, 300, (2, 32))
+    whole = predict.load_model(tmp_path / "model", predict.FILL_MASK)(ids).logits
+    for branch, fields in {"projected": {"projection": "none"}, "window": {"local_window": 0}}.items():
+        found = predict.without_branch(predict.load_model(tmp_path / "model", predict.FILL_MASK), branch)(ids).logits
+        other = LinformerForMaskedLM.from_pretrained(tmp_path / "model", **fields, initial_far_bias=None).eval()
+        torch.testing.assert_close(found, other(ids).logits, rtol=0, atol=1e-5)
+        assert (found - whole).abs().max() > 1e-3
+    assert evaluate(tmp_path / "model", data=corpus, without="window")["masked_tokens"] > 0
+
+
 def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
     classifier, file = tuned / "model", str(files / "test.csv")
     for own, options, message in [
         (model, {"data": corpus, "label": "stars"}, "label='stars' has no effect on perplexity"),
+        (model, {"data": corpus, "without": "window"}, "without='window' needs a model whose layers all have"),
         (classifier, {"task": file, "rows": 5}, f"rows=5 has no effect on task={file!r}"),
         (model, {}, "data is missing"),
         (classifier, {"data": corpus}, "is for text-classification, not for fill-mask"),

@@ -119,7 +119,7 @@ class FineTuning:
         folder.mkdir(exist_ok=True)
         settings, rows_per_step = self.settings, self.settings.batch_size
         set_seed(seed)
-        classifier = load_model(self.model, self.task.label_names)
+        classifier = load_model(self.model, self.task.label_names, self.max_length)
         too_short = settings.compile == "auto" and self.steps * settings.seeds < MIN_STEPS_TO_COMPILE
         compile_model(classifier, "no" if too_short else settings.compile, any_length=True)
         arguments = TrainingArguments(
@@ -191,7 +191,7 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
 
 {task.note}
 """
-        classifier = load_model(self.model, task.label_names)
+        classifier = load_model(self.model, task.label_names, self.max_length)
         card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
         save_model(out / "model", classifier, weights, self.tokenizer, card)
         write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
@@ -204,9 +204,11 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
         self.console.print(where, files, sep="\n", markup=False, highlight=False)
 
 
-def load_model(folder: Path, label_names: list[str]) -> LinformerForSequenceClassification:
-    """A classifier with the encoder of a saved model and a new head."""
+def load_model(folder: Path, label_names: list[str], max_length: int) -> LinformerForSequenceClassification:
+    """A classifier with the encoder of a saved model, lengthened if texts are longer than its n, and a new head."""
     encoder = LinformerModel.from_pretrained(folder)
+    if max_length > encoder.config.max_position_embeddings:
+        encoder.resize_length(encoder.config.next_valid_length(max_length))
     encoder.config.id2label = dict(enumerate(label_names))
     encoder.config.label2id = {name: number for number, name in enumerate(label_names)}
     classifier = LinformerForSequenceClassification(encoder.config)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassification
-from ..checks import check_model, check_share, check_size
+from ..checks import check_choice, check_model, check_share, check_size
 from ..errors import UserError
 from . import tasks
 from .corpus import Corpus, tokenizer_hash
@@ -29,6 +29,7 @@ from .rows import IGNORED, Vocabulary, already_batched, collate, encode, load_to
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
 BLANK = "the line is blank"
+BRANCHES = ("projected", "window")
 
 
 def predict(model: Path, file: Path | None, out: TextIO, **options: Any) -> None:
@@ -122,9 +123,13 @@ def evaluate(
     label: str = "label",
     rows: int = 1024,
     mask_share: float = 0.15,
+    without: str | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Compute perplexity on the corpus `data`, or scores on a task or labeled table; refuse options without effect."""
+    """Compute perplexity on the corpus `data`, or scores on a task or labeled table; refuse options without effect.
+
+    `without` removes the keys of one branch of attention, `"projected"` or `"window"`, to tell what it contributes.
+    """
     unused: dict[str, tuple[object, object]] = {"text": (text, "text"), "label": (label, "label")}
     if task is not None:
         unused = {"rows": (rows, 1024), "mask_share": (mask_share, 0.15)}
@@ -135,8 +140,8 @@ def evaluate(
     if task is None:
         if data is None:
             raise UserError("--data is missing: give a folder written by linformers prepare, or a --task")
-        return perplexity(model, data, console, rows, mask_share)
-    network = load_model(model, CLASSIFY)
+        return perplexity(model, data, console, rows, mask_share, without)
+    network = without_branch(load_model(model, CLASSIFY), without)
     if not Path(task).suffix:
         return _score(network, model, tasks.load(task, data, text=text, label=label), console)
     if data is not None:
@@ -145,13 +150,16 @@ def evaluate(
     return _score(network, model, tasks.load_rows(Path(task), text, label, names), console)
 
 
-def perplexity(model: Path, data: Path, console: Console, rows: int, mask_share: float) -> dict[str, Any]:
+def perplexity(
+    model: Path, data: Path, console: Console, rows: int, mask_share: float, without: str | None = None
+) -> dict[str, Any]:
     """Perplexity of masked tokens of a corpus's validation set, with the masks of pretraining."""
     from .pretrain import validation_rows  # imports the Trainer, 60 MB that no prediction needs
 
     check_size("rows", rows)
     check_share("mask_share", mask_share)
-    network, tokenizer, corpus = load_model(model, FILL_MASK), load_tokenizer(model), Corpus.open(data)
+    network = without_branch(load_model(model, FILL_MASK), without)
+    tokenizer, corpus = load_tokenizer(model), Corpus.open(data)
     if corpus.tokenizer_hash != tokenizer_hash(model):
         raise UserError(f"data={str(data)!r} and model={str(model)!r} have different tokenizers")
     corpus.verify()
@@ -192,6 +200,22 @@ def load_model(folder: Path, purpose: str) -> PreTrainedModel:
         raise UserError(f"model={str(folder)!r} is for {actual}, not for {purpose}")
     model = MODELS[purpose].from_pretrained(folder, dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def without_branch(model: PreTrainedModel, branch: str | None) -> PreTrainedModel:
+    """A model in whose layers the keys of one branch are gone: the `"projected"` ones, or those of the `"window"`."""
+    if branch is None:
+        return model
+    check_choice("without", branch, BRANCHES)
+    for layer in model.base_model.layers:
+        attention = layer.attention
+        if attention.scaled_far_bias is None:
+            raise UserError(f"without={branch!r} needs a model whose layers all have projected keys and a local window")
+        if branch == "window":
+            attention.local_window = 0
+        else:
+            attention.scaled_far_bias.data.fill_(-math.inf)
+    return model
 
 
 def purpose_of(model: Path) -> str:

@@ -116,7 +116,10 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
 
 
 def load_start(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> LinformerForMaskedLM:
-    """Load the model that a recipe starts from; it must have the recipe's size and the corpus's tokenizer."""
+    """Load the model that a recipe starts from; it must have the recipe's size and the corpus's tokenizer.
+
+    Its n may differ, as in a schedule that trains on short rows first: it is resized to the recipe's n and k.
+    """
     folder = Path(recipe.start or "")
     check_model("start", folder)
     saved = LinformerConfig.from_pretrained(folder)
@@ -128,7 +131,13 @@ def load_start(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> Linfo
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if getattr(saved, name) != getattr(config, name):
             raise UserError(f"start={recipe.start!r} has {name}={getattr(saved, name)}, not {getattr(config, name)}")
-    return LinformerForMaskedLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    start, n = config, saved.max_position_embeddings
+    if n != recipe.max_length:
+        k = saved.projected_length if saved.projection == config.projection else None  # a new E is resized, too
+        start = LinformerConfig(**{**config.to_dict(), "max_position_embeddings": n, "projected_length": k})
+    model = LinformerForMaskedLM.from_pretrained(folder, config=start, dtype=torch.float32)
+    model.resize_length(recipe.max_length, config.resolved().projected_length)  # to itself, if n is the same
+    return model
 
 
 def shard(model: LinformerForMaskedLM) -> None:

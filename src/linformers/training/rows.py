@@ -135,12 +135,10 @@ class Example(NamedTuple):
 
 
 def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, with `max_length`, or all that the model takes, as its `model_max_length`."""
+    """A model's tokenizer; `max_length`, or all that the model takes, becomes its `model_max_length`."""
     check_model("model", folder)
     tokenizer = open_tokenizer(str(folder), f"model={str(folder)!r}", model_input_names=MODEL_INPUTS)
     n = LinformerConfig.from_pretrained(folder).max_position_embeddings
-    if max_length > n:
-        raise UserError(f"max_length={max_length} exceeds the model's n={n}; resize it with model.resize_length first")
     tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
     return tokenizer
 
