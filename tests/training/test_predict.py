@@ -95,7 +95,7 @@ def test_the_code_of_a_tokenizer_never_runs(model, tmp_path, monkeypatch):
     )
     (folder / "manifest.json").unlink()
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers would ask here
-    with refused("its tokenizer does not load"):
+    with refused("the tokenizer does not load"):
         predict.predict(folder, None, io.StringIO())
     assert not (tmp_path / "trace").exists()
 
