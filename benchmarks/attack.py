@@ -281,6 +281,7 @@ def run(case: Case, kit: Path, folder: Path) -> Iterator[Any]:
     filled = [part.format(kit=kit, target=target, case=folder) for part in shlex.split(case.command)]
     before = set(folder.rglob("*"))
     log, report = kit.parent / f"{folder.name}.log", kit.parent / f"{folder.name}.peak"
+    log.touch()  # also if the process ends before it prints
     process = Forked(Attempt(filled, folder, report), log)
     yield process
     late = process.returncode is None
@@ -377,6 +378,7 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    began_at = commit()
     console, cells, failures = Console(), list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         kit = Path(folder) / "kit"
@@ -400,7 +402,7 @@ def main(
             cell = {"part": part, "cases": len(found), "verdicts": dict(Counter(own.verdict for own in found))}
             most = {name: max(getattr(own, name) for own in found) for name in ("seconds", "mebibytes")}
             cells.append({**cell, **most})
-    record = {"command": shlex.join(["python", "-m", "benchmarks.attack", *sys.argv[1:]]), "commit": commit()}
+    record = {"command": shlex.join(["python", "-m", "benchmarks.attack", *sys.argv[1:]]), "commit": began_at}
     record |= {**environment(), "seed": seed, "parts": cells, "failures": failures}
     (out / "attack.json").write_text(json.dumps(record, indent=1) + "\n")
     console.print(table_of(cells))

@@ -83,6 +83,7 @@ def test_parsing_imports_nothing_slow(arguments, code, text):
         ("bench --lengths 64 --projected 64", "--projected 64 leaves nothing to measure"),
         *((f"bench --{name} bert", f"--{name} 'bert' is not one of") for name in ("task", "models", "sharing")),
         ("bench --dropout 2", "dropout_prob=2.0"),
+        ("bench --projection identity", "--projection 'identity' is not one of"),
         ("bench --hidden 100", "--hidden 100 must be a multiple of 64"),
         ("bench --memory 2", "--memory 2 has no effect"),
         pytest.param("bench --batches", "--batches needs a GPU", marks=CPU_ONLY),

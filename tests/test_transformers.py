@@ -45,7 +45,7 @@ def test_saving_and_loading_is_exact(mode, tmp_path):
     model = modes.random_model(**mode, norm_first="mean" in mode.values())
     model.save_pretrained(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["config.json", "model.safetensors"]
+    assert names == ["config.json", "manifest.json", "model.safetensors"]
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     before, after = (own.config.to_dict() for own in (model, loaded))
     resolved = {"projected_length", "projection_scale", "architectures", "dtype"}  # written even if left open

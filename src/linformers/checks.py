@@ -57,7 +57,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
     if isinstance(value, str) and value in choices:
         return
-    nearest = nearest_name(value, choices, cutoff=0.5) if isinstance(value, str) else None
+    nearest = nearest_name(value, choices, cutoff=0.6) if isinstance(value, str) else None
     raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{did_you_mean(nearest)}")
 
 

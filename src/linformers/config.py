@@ -61,6 +61,8 @@ PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classif
 # Names that other Linformer packages use for our fields.
 ALIASES = {
     "k": "projected_length",
+    "n": "max_position_embeddings",
+    "window": "local_window",
     "seq_len": "max_position_embeddings",
     "dim": "hidden_size",
     "depth": "num_hidden_layers",

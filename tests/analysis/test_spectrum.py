@@ -146,7 +146,7 @@ def test_defaults_without_matplotlib(folder, text, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("linformer", {}, "has no full attention matrix"),
+        ("linformer", {}, "is a Linformer"),
         ("gpt2", {}, "is causal"),
         ("modernbert", {}, "has layers with a sliding window"),
         ("t5", {}, "is an encoder-decoder"),

@@ -110,7 +110,7 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch):
         *(({"validation_share": own}, f"validation_share={own} must be") for own in (0, 1)),
         ({"max_damaged": 1}, "max_damaged=1 must be"),
         *(({name: 0}, f"{name}=0 must be") for name in ("shard_tokens", "tokenizer_documents", "workers")),
-        ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere' cannot be loaded"),
+        ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere', a folder or a name on the hub"),
         ({"text_column": "body"}, "no column 'body'; its columns are 'text'"),
         ({"validation_share": 1e-9}, "no documents for validation: validation_share=1e-09"),
         ({"validation_share": 1 - 1e-9}, "no documents for train: validation_share=0.999999999"),
@@ -134,11 +134,11 @@ def test_wrong_sources(prepared, source, tmp_path):
     ]:
         with refused(message):
             run(sources, tmp_path / "out", **options)
-        assert not (tmp_path / "out" / "manifest.json").exists()
+        assert not (tmp_path / "out").exists() or [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     with refused("already holds a corpus"):
         run([source], prepared)
+    (tmp_path / "out" / "tokenizer").mkdir()
     (tmp_path / "out" / "tokenizer" / "notes.txt").write_text("mine")
-    (tmp_path / "out" / "tokenizer" / "manifest.json").unlink()
     with refused("has a folder 'tokenizer' of other origin"):
         run([source], tmp_path / "out")
     (tmp_path / "used").mkdir()

@@ -168,8 +168,8 @@ def test_without_a_test_file(with_validation, tmp_path):
     train = write(tmp_path / "train.csv", numbered(300) + numbered(300))
     validation = write(tmp_path / "valid.csv", numbered(20, word="New")) if with_validation else None
     data = load(train, validation=validation)
-    assert data.reported_on == ("valid.csv" if with_validation else "5% of train.csv")
-    assert f"reported on {'valid.csv' if with_validation else '5%'}" in data.note
+    assert data.reported_on == ("valid.csv" if with_validation else "rows held out of train.csv")
+    assert f"reported on {'valid.csv' if with_validation else 'about 5%'}" in data.note
     sizes = [len(part) for part in (data.train, data.validation, data.test)]
     assert min(sizes) > 0
     assert sum(sizes) == 600 + 20 * with_validation

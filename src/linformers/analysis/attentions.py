@@ -129,6 +129,8 @@ def check_full_attention(model: PreTrainedModel, ids: Tensor, name: str) -> tupl
     length = ids.shape[1]
     window = getattr(model.config, "sliding_window", None)
     kinds = getattr(model.config, "layer_types", None) or ["sliding" if window else "full"]
+    if getattr(model.config, "projection", "identity") != "identity":  # at n = k, a Linformer's P would look full
+        raise UserError(f"model={name!r} is a Linformer; use an encoder with full attention, such as its twin")
     if any("sliding" in kind for kind in kinds) and (window is None or window < length - 1):
         raise UserError(f"model={name!r} has layers with a sliding window; use an encoder with full attention")
     seen: list[tuple[int, bool]] = []  # the number of heads, and whether no query sees a later key

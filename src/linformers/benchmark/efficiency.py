@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import LinformerConfig, LinformerModel, plots
 from ..checks import check_choice, make_folder
+from ..config import WINDOWED
 from ..convert import SAME_FIELDS
 from ..errors import UserError
 from ..progress import steps
@@ -169,6 +170,7 @@ def run(
     for name, values, choices in (("task", task, TASKS), ("models", options["models"], MODELS)):
         for value in values:
             check_choice(name, value, choices)
+    check_choice("projection", options["projection"], (*WINDOWED, "linear"))  # those that k matters to
     if hidden % 64:
         raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if min(projected) >= max(lengths):

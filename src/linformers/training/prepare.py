@@ -88,7 +88,7 @@ def prepare(
     encoder = None if tokenizer is None else load_tokenizer(tokenizer, revision)
 
     make_folder("out", out)
-    with locked(out):
+    with locked(out), _undone_if_refused(out):
         if (out / MANIFEST).exists():
             raise UserError(f"out={str(out)!r} already holds a corpus; choose another folder or delete it")
         if (out / TOKENIZER).exists() and damage(out / TOKENIZER):
@@ -135,6 +135,18 @@ def prepare(
     summary = f"Written to {out}: a vocabulary of {vocabulary:,} tokens; {rate:,.0f} tokens per second"
     console.print(summary, highlight=False, markup=False)
     return manifest
+
+
+@contextmanager
+def _undone_if_refused(out: Path) -> Iterator[None]:
+    """Delete what was written for a corpus that turns out to be impossible."""
+    before = set(out.iterdir())
+    try:
+        yield
+    except UserError:
+        for path in set(out.iterdir()) - before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,9 @@ def load(
     reported = None if test is None else _file_table("test", test, text, label)
     note = ""
     if reported is None and selected is None:
-        note = f"no test file: reported on 5% held out of {path.name}, selected on another 5%"
+        note = f"no test file: reported on about 5% held out of {path.name}, selected on another 5%"
     elif reported is None and selected is not None:
-        note = f"no test file: reported on {selected.name}, selected on 5% held out of {path.name}"
+        note = f"no test file: reported on {selected.name}, selected on about 5% held out of {path.name}"
         selected, reported = None, selected
     return _split(path.name.split(".")[0], train, selected, reported, note)
 
@@ -180,7 +180,7 @@ def _split(
             f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
             "add rows, or pass --validation and --test"
         )
-    reported_on = f"5% of {train.name}" if test is None else test.name
+    reported_on = f"rows held out of {train.name}" if test is None else test.name
     return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
 
 
