@@ -45,11 +45,17 @@ LOCAL = [
     {"projection": "conv", "projected_length": [4, 4], "local_window": [1, 0]},
     {"projection": "none", "local_window": 2},
     {**PER_HEAD, "local_window": 1},
-    {"sharing": "headwise", "projected_length": [4, 0], "local_window": 2, "shifted_windows": True},
+    {
+        "projection": "linear",
+        "sharing": "headwise",
+        "projected_length": [4, 0],
+        "local_window": 2,
+        "shifted_windows": True,
+    },
 ]
-SAMPLED = [{"projection_init": "sample", "sharing": s} for s in SHARINGS]
+SAMPLED = [{"projection": "linear", "projection_init": "sample", "sharing": s} for s in SHARINGS]
 ROTARY = [
-    {"position_embedding_type": "rotary", **mode}
+    {"position_embedding_type": "rotary", "projection": "linear", **mode}
     for mode in (
         *({"projection": p} for p in PROJECTIONS),
         {"shifted_windows": True},
@@ -62,6 +68,7 @@ ROTARY = [
         {"projection_init": "sample", "projected_length": [0, 4], "local_window": 2},
     )
 ]
+MODEL_ONLY = {"position_embedding_type", "initial_far_bias"}  # fields that the layer alone does not have
 ALL = SAMPLED + ROTARY + UNIFORM + GAUSSIAN + SHIFTED + NON_UNIFORM + LOCAL
 # One mode of each kind, for tests that take seconds per mode.
 KINDS = [{"projection": p, "sharing": "layerwise"} for p in PROJECTIONS]

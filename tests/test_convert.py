@@ -96,7 +96,7 @@ def test_another_length(length):
         ids = torch.randint(3, 31, (2, 10))
         torch.testing.assert_close(twin(ids).last_hidden_state, original(ids).last_hidden_state, rtol=0, atol=1e-5)
     else:
-        torch.testing.assert_close(ours[[0, -1]], positions[[0, -1]])
+        assert torch.equal(ours, positions[torch.arange(length) % len(positions)])
     pooled = from_roberta(original, max_position_embeddings=64, projection="mean", projected_length=16)
     assert pooled(torch.randint(3, 31, (2, 60))).last_hidden_state.shape == (2, 60, 16)
 

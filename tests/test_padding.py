@@ -82,7 +82,7 @@ def test_amount_and_place_of_padding_do_not_matter(mode, dtype, std, tolerance, 
                 torch.testing.assert_close(result[row, place], expected[0], rtol=0, atol=tolerance)
 
 
-@every_mode
+@pytest.mark.parametrize("mode", [m for m in modes.ALL if not m.keys() & modes.MODEL_ONLY], ids=modes.name)
 @settings(max_examples=EXAMPLES)
 @given(mask=masks(), seed=st.integers(0, 2**20), poison=st.sampled_from([torch.nan, torch.inf]))
 def test_layer_alone(mode, mask, seed, poison):

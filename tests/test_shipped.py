@@ -107,5 +107,5 @@ def test_predict_needs_no_model(tmp_path, model, tokenizer):
 
 
 def test_fine_tuning_starts_in_32_bits():
-    classifier = load_model(Path(linformers.pretrained()), ["no", "yes"])
+    classifier = load_model(Path(linformers.pretrained()), ["no", "yes"], 128)
     assert {parameter.dtype for parameter in classifier.parameters()} == {torch.float32}

@@ -48,7 +48,13 @@ def test_saving_and_loading_is_exact(mode, tmp_path):
     assert names == ["config.json", "manifest.json", "model.safetensors"]
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     before, after = (own.config.to_dict() for own in (model, loaded))
-    resolved = {"projected_length", "projection_scale", "architectures", "dtype"}  # written even if left open
+    resolved = {
+        "projected_length",
+        "projection_scale",
+        "shifted_windows",
+        "architectures",
+        "dtype",
+    }  # written even if left open
     assert {name for name in before if before[name] != after[name]} <= {*resolved, "_name_or_path"}
     assert loaded.config.projected_lengths == model.config.projected_lengths
     weights, loaded_weights = model.state_dict(), loaded.state_dict()

@@ -269,7 +269,7 @@ class LinformerAttention(ProjectedAttention):
             check_projected_lengths(
                 [lengths], max_length, projection=projection, sharing=sharing, length_name="max_length"
             )
-        has_windows = projection == "linear" and projection_init == "window"
+        has_windows = projection == "linear" and projection_init != "gaussian"
         max_shift = max_length // max(lengths) - 1 if has_windows else 0
         if not checks.is_number(window_shift, int) or not 0 <= window_shift <= max_shift:
             raise UserError(f"window_shift={window_shift!r} must be an integer from 0 to {max_shift}, below ⌊n/k⌋")

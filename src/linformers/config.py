@@ -154,6 +154,7 @@ class LinformerConfig(PreTrainedConfig):
         self._check_early(kwargs)
         for name in (*SIZES, "projected_length", "local_window"):
             setattr(self, name, checks.to_builtin(getattr(self, name)))
+        self._check_rope_parameters()  # which transformers completes
         super().__post_init__(**kwargs)
         self.check()
 
@@ -315,8 +316,13 @@ class LinformerConfig(PreTrainedConfig):
             checks.is_number(self.initial_far_bias) and math.isfinite(self.initial_far_bias)
         ):
             raise UserError(f"initial_far_bias={self.initial_far_bias!r} must be a finite number or None")
-        if self.is_rotary:
-            self._check_rotary()
+        self._check_rope_parameters()
+        checks.check_range("rope_theta", self.rope_theta, 1.0, 1e12)
+        if self.is_rotary and self.projection == "linear" and self.projection_init == "gaussian":
+            raise UserError(
+                "position_embedding_type='rotary' needs projected keys with positions, which those of "
+                "projection_init='gaussian' do not have; use 'sample' or 'window'"
+            )
         checks.check_choice("position_init", self.position_init, POSITION_INITS)
         checks.check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
 
@@ -330,9 +336,9 @@ class LinformerConfig(PreTrainedConfig):
             without = [not any(heads) for heads in self.projected_lengths]
             for i, (empty, window) in enumerate(zip(without, self.local_windows, strict=True)):
                 if empty and not window:
-                    raise UserError(f"projected_length is 0 in layer {i}, which has no local window: it has no keys")
+                    raise UserError(f"projected_length=0 in layer {i} leaves it no keys, since it has no local window")
             if all(without):
-                raise UserError("projected_length is 0 in all layers; use projection='none'")
+                raise UserError("projected_length=0 in all layers; use projection='none'")
             check_projected_lengths(
                 [heads for heads, empty in zip(self.projected_lengths, without, strict=True) if not empty],
                 self.max_position_embeddings,
@@ -341,16 +347,16 @@ class LinformerConfig(PreTrainedConfig):
                 length_name="max_position_embeddings",
             )
 
-    def _check_rotary(self) -> None:
-        if self.projection == "linear" and self.projection_init == "gaussian":
+    def _check_rope_parameters(self) -> None:
+        parameters = self.rope_parameters
+        if parameters is None:
+            return
+        if not isinstance(parameters, dict) or not parameters.keys() <= {"rope_type", "rope_theta"}:
+            raise UserError(f"rope_parameters={parameters!r} must be a dict such as {{'rope_theta': 10000.0}}")
+        if parameters.get("rope_type", "default") != "default":
             raise UserError(
-                "position_embedding_type='rotary' needs projected keys with positions, which those of "
-                "projection_init='gaussian' do not have; use 'sample' or 'window'"
+                f"rope_parameters has rope_type={parameters['rope_type']!r}, but only 'default' is supported"
             )
-        kind = (self.rope_parameters or {}).get("rope_type", "default")
-        if kind != "default":
-            raise UserError(f"rope_parameters has rope_type={kind!r}; only 'default' is supported")
-        checks.check_positive("rope_theta", self.rope_theta)
 
     @property
     def is_rotary(self) -> bool:

@@ -137,7 +137,7 @@ class LinearProjection(Projection):
     def add_samples(self, weights: Tensor, shift: int) -> Tensor:
         """$E_0 + s Δ$ from rows of s Δ: which tokens $E_0$ selects depends on the shift of the layer."""
         sampled = sampled_ranks(self.max_length, weights.shape[-1], shift, weights.device)
-        ranks = torch.arange(len(weights), device=weights.device)
+        ranks = torch.arange(weights.shape[0], device=weights.device)
         E_0 = (ranks[:, None] == sampled).to(weights.dtype)  # (n, k)
         return weights + (E_0 if weights.dim() == 2 else E_0[:, None])
 

@@ -142,7 +142,7 @@ def test_gradients_with_dropout(k, window):
         visible = torch.cat([visible, (positions[:, None] - positions).abs() <= window], 1)
 
     def run(query, key, value, near_key=None, near_value=None):
-        return _attend(query, key, value, near_key, near_value, None, None, seed, window, d**-0.5, 0.3)[0]
+        return _attend(query, key, value, near_key, near_value, None, None, seed, None, window, d**-0.5, 0.3)[0]
 
     # Uniform attention onto 64 rows of an identity matrix at a time shows which entries this seed drops.
     keep = []
@@ -178,7 +178,27 @@ def test_operator(k, window, masked):
     lengths = torch.tensor([13], device=DEVICE) if masked and window else None
     seed = torch.tensor([5], device=DEVICE) if masked else None
     torch.use_deterministic_algorithms(False)  # opcheck also compares uninitialized memory
-    library.opcheck(_attend, (*inputs, mask, lengths, seed, window, 0.25, 0.1 if masked else 0.0))
+    far_bias = torch.randn(2, device=DEVICE, requires_grad=True) if masked and window else None
+    library.opcheck(_attend, (*inputs, mask, lengths, seed, far_bias, window, 0.25, 0.1 if masked else 0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
+@pytest.mark.parametrize("k", [9, 0, MANY])
+def test_far_bias(k, dtype):
+    """The bias of projected keys and its gradient, summed over rows, queries and keys."""
+    inputs, gradient = kernel_inputs(70, k, 5, b=2, dtype=dtype)
+    far_bias = torch.tensor([-2.0, 1.5], device=DEVICE, requires_grad=True)
+
+    def with_bias(run):
+        return lambda *tensors, **options: run(*tensors[:-1], far_bias=tensors[-1], **options)
+
+    options = {"window": 5, "lengths": torch.tensor([70, 33], device=DEVICE)}
+    options["mask"] = torch.rand(2, 1, 1, k, device=DEVICE) < 0.5
+    results = derive(with_bias(by_kernels), [*inputs, far_bias], gradient, **options)
+    exact = [x.detach().double().requires_grad_() for x in (*inputs, far_bias)]
+    expected = derive(with_bias(by_reference), exact, gradient.double(), **options)
+    tolerance = 20 * torch.finfo(dtype).eps * max(1, k) ** 0.5
+    torch.testing.assert_close(results, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
 @pytest.mark.parametrize(("k", "window"), [(128, 0), (300, 0), (30, 20)])
