@@ -71,7 +71,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever read our output, such as head, has ended
+        except BrokenPipeError:  # the reader of our output, such as head, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
             raise typer.Exit(128 + 13) from None  # as if SIGPIPE had ended it
         except Exception as error:

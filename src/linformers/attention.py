@@ -132,9 +132,10 @@ class ProjectedAttention(nn.Module):
 
         query = split_heads(self.query(x), self.num_heads)  # Q W_Q                        (b, h, n, d_head)
         key, value = project(source, E, F, self.key, self.value)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
-        if rotation is not None:
-            own = rotation.at(ranks.places) if ranks is not None and not self.local_window else rotation
-            query, key = own(query), (own if E.rotation is None else E.rotation)(key)
+        if rotation is not None:  # of rows in order, or of tokens in their places
+            in_order = ranks is None or self.local_window
+            rotate = rotation if in_order else rotation.at(ranks.places)  # type: ignore[union-attr]
+            query, key = rotate(query), (E.rotation or rotate)(key)
         near = None
         if self.local_window:  # the exact keys and values, K W_K and V W_V                (b, h, n, d_head)
             near_key, near_value = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
@@ -142,10 +143,8 @@ class ProjectedAttention(nn.Module):
         far_bias = None
         if near is not None and self.scaled_far_bias is not None:
             far_bias = FAR_BIAS_SCALE * self.scaled_far_bias
-        heads, probs = self.attend(
-            query, key, value, near, far_bias, E, lengths, attn_implementation
-        )  # (b, n, h, d_head)
-        output = self.output(heads.flatten(2))
+        heads, probs = self.attend(query, key, value, near, far_bias, E, lengths, attn_implementation)
+        output = self.output(heads.flatten(2))  # from (b, n, h, d_head)
 
         if self.local_window and ranks is not None:
             output = reorder(output, ranks.places)

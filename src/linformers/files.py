@@ -1,6 +1,6 @@
 """Files: JSON that anyone may have written, folders that appear complete or not at all, and manifests of hashes.
 
-A hash beside a file detects damage, not malice: whoever changes the file can change the hash.
+A hash beside a file detects damage, not malice: anyone who changes the file can change the hash.
 """
 
 from __future__ import annotations
