@@ -52,7 +52,7 @@ OPTIONAL_FLAGS = ("shifted_windows", "return_dict", "output_hidden_states")
 # Beyond these, numbers overflow or vanish in float32.
 RANGES = {
     "layer_norm_eps": (1e-12, 1.0),
-    "initializer_range": (1e-9, 1.0),
+    "initializer_range": (1e-12, 1.0),
     "projection_scale": (1e-9, 1e9),
     "initial_self_score": (1e-9, 1e6),
 }
