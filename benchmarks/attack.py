@@ -5,9 +5,10 @@
     python -m benchmarks.attack flips --only 371             # one case again, with what it printed
 
 Each case is a command in a process of its own, forked from one that has imported the package, on a copy of what the
-command reads. A case passes if the command ends with exit code 2 and one sentence, or if its result is, bit for bit,
-that of the undamaged files. It fails if the result differs, after a traceback or a crash, after 30 seconds of CPU time,
-with 1 GiB of memory more than at the start, if a planted payload has run, or if a refused command has left a file.
+command reads. A case passes if the command ends with exit code 2 and one sentence. Unless it must be refused, it also
+passes if its result is, bit for bit, that of the undamaged files; after a malicious file, any result passes. It fails
+after a traceback, a crash, 30 seconds of CPU time or 1 GiB of extra memory, if a planted payload has run, or if a wrong
+command has left a file.
 Linux only.
 """
 
@@ -364,7 +365,9 @@ def attempt(
 
 def main(
     parts: Annotated[list[str] | None, typer.Argument(help="Parts to run.", show_default=", ".join(PARTS))] = None,
-    count: Annotated[int, typer.Option(min=0, help="Cases of each part; 0 for all.")] = 0,
+    count: Annotated[
+        int, typer.Option(min=0, help="Cases per part; 0 for 1,000 flips, 300 truncations and all others.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Random seed for the places of damage.")] = 0,
     at_once: Annotated[int, typer.Option(min=1, help="Commands at once.")] = 2,
     only: Annotated[str, typer.Option(help="Only the cases whose number or name is this; print their output.")] = "",

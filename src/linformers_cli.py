@@ -25,7 +25,7 @@ except KeyboardInterrupt:
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Endings of the files that `prepare` reads: any other name that does not exist may be a dataset on the hub.
+# A missing name with one of these endings is a mistyped file; any other may be a task or a dataset on the hub.
 TEXT_FILES = (".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
 
 
@@ -43,13 +43,15 @@ Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkp
 StartModel = Annotated[
     Path | None, typer.Option(**FOLDER, help="Folder of a model.", show_default="the bundled English model")
 ]
-Data = Annotated[Path | None, typer.Option(**FOLDER, help="Folder of the tasks or of a prepared corpus.")]
+Data = Annotated[
+    Path | None, typer.Option(**FOLDER, help="Folder of the named tasks, or (evaluate) a prepared corpus.")
+]
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
 Revision = Annotated[
     str | None,
-    typer.Option(help="Branch, tag or commit of a hub name; a commit is always the same.", show_default="main"),
+    typer.Option(help="Branch, tag or commit of a hub name; only a commit never changes.", show_default="main"),
 ]
 Texts = Annotated[
     list[Path], typer.Option(exists=True, help="File or folder of text, jsonl, csv or parquet; can be repeated.")
@@ -229,7 +231,9 @@ def evaluate(
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a model or checkpoint.")],
-    accept: Annotated[bool, typer.Option("--accept", help="Take the files as they are for intact.")] = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Accept the files as they are and rewrite manifest.json.")
+    ] = False,
 ) -> None:
     """Compare the files of a model or checkpoint with the sizes and hashes in its manifest.json."""
     from linformers.training import checkpoints
@@ -266,7 +270,7 @@ def bench(
     ] = None,
     windows: Annotated[str, typer.Option(help="Local windows w to measure too, separated by commas.")] = "",
     models: Annotated[
-        str, typer.Option(help="Of linformer, twin, unfused and roberta.")
+        str, typer.Option(help="Models: linformer, twin, unfused, roberta.")
     ] = "unfused,roberta,twin,linformer",
     out: Out = Path("runs/bench"),
 ) -> None:

@@ -35,7 +35,7 @@ def counted(labels: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
 def span_loss(
     start_logits: Tensor, end_logits: Tensor, start_positions: Tensor, end_positions: Tensor, **kwargs: Any
 ) -> Tensor:
-    """The mean loss of starts and ends; positions outside the text are ignored, and the loss is 0 if all are."""
+    """The mean loss of starts and ends. Positions of n or more are ignored, negative ones count as 0."""
     losses = []
     for logits, positions in ((start_logits, start_positions), (end_logits, end_positions)):
         n = logits.shape[1]

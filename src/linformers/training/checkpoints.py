@@ -44,7 +44,7 @@ def model_hash(folder: Path) -> str:
 
 
 def verify(folder: Path, accept: bool, console: Console) -> None:
-    """Print which files of a model or checkpoint are intact, and raise if one is not; `accept` takes all for intact."""
+    """Print which listed files are intact, and raise if one is not; `accept` first rewrites the manifest."""
     check_no_run("folder", folder)
     if not (folder / "config.json").exists() and not any(folder.glob("*.safetensors")):
         raise UserError(f"folder={str(folder)!r} holds no model or checkpoint")
@@ -120,7 +120,7 @@ def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = 
     try:
         saved = _flat(read_json(path))
         saved_kind = saved["kind"]
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (UserError, KeyError):
         raise UserError(f"{path} is damaged: it does not describe a run") from None
     if saved_kind != kind:
         raise UserError(f"out={str(run)!r} holds a run of linformers {saved_kind}; choose another folder")

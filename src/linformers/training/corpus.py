@@ -34,7 +34,7 @@ SCHEMA |= {"sources": [str], "validation_sources": [str], "splits": {"train": SP
 class Corpus:
     """A folder that `linformers prepare` wrote: the shards, the tokenizer and the manifest.
 
-    The manifest has the keys of `SCHEMA`, and the `sha256` of their values. Its `dtype` is that of a token on disk,
+    The manifest has the keys of `SCHEMA`; the file also has a `sha256` of them. Its `dtype` is that of a token on disk,
     little-endian; its `tokenizer` is a hash; the `shards` of a split are in order.
     """
 
@@ -61,7 +61,7 @@ class Corpus:
         return corpus
 
     def verify(self, hashes: bool = True) -> None:
-        """Check the size of every shard and, unless told otherwise, every hash and every token."""
+        """Check the size of every shard and, with `hashes`, every hash, every token and the tokenizer."""
         for shard in self._shards():
             path = self.folder / shard["file"]
             if path.is_symlink():

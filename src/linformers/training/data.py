@@ -22,8 +22,8 @@ COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
 FILE_TYPES = f"{', '.join(TEXTS + TABLES)}; plain, .gz or .xz"
 # A text of more characters is split into several documents, at a blank line where possible.
 MAX_CHARACTERS = 2**20
-# A few bytes can expand to gigabytes: a row has at most so many characters, and a column of a row group so many bytes,
-# or so many times its bytes on disk.
+# A few bytes can expand to gigabytes. Limits: the characters of a row; and, for a column of a parquet row group, the
+# larger of MAX_COLUMN bytes and MAX_EXPANSION times its size on disk.
 MAX_ROW = 2**24
 MAX_COLUMN = 2**24
 MAX_EXPANSION = 50
@@ -76,8 +76,8 @@ def documents(
 ) -> Iterator[str]:
     """The documents of a file or of a dataset on the hub, see `rows`; a large text is split at blank lines.
 
-    `damaged` is told of each line that is not UTF-8 and of each row without text. If it returns, such a line gets a
-    U+FFFD for each wrong byte, and such a row is skipped.
+    `damaged` is called for each line that is not UTF-8 and each row whose text is not a string. If it returns, each
+    wrong byte becomes U+FFFD, and the row is skipped. Rows with a missing or blank text are skipped without a report.
     """
     if isinstance(source, Path) and file_type(source) not in TABLES:
         with open_text(source, "surrogateescape") as file:

@@ -186,7 +186,9 @@ class Damage:
         if self.count > most * documents:
             raise UserError(f"{self.first}: there are {found}, more than max_damaged={most} allows")
         if self.count:
-            self.console.print(f"{found}: wrong bytes became U+FFFD, rows without text were left out", style="yellow")
+            self.console.print(
+                f"{found}: wrong bytes became U+FFFD, rows whose text is not a string were left out", style="yellow"
+            )
 
 
 @contextmanager

@@ -39,8 +39,9 @@ class ExactTrainer(Trainer):
 
     - A checkpoint appears complete or not at all (`files.write_folder`), and later damage is detected by hash.
       It contains only safetensors and JSON.
-    - A resumed run equals an uninterrupted one bit for bit: it restores random states, the optimizer, and the loss
-      since the last log. Rows must depend on their number alone, as those of `rows.py` do.
+    - A resumed run equals an uninterrupted one bit for bit (on a GPU, with deterministic algorithms): it restores
+      random states, the optimizer, and the loss since the last log. Rows must depend on their number alone, as those of
+      `rows.py` do.
     - SIGTERM, SIGINT and SIGHUP end the run after the current step, with a checkpoint.
     - A loss or gradient that is not finite ends the run before the weights change.
     - A step whose labels are all ignored has no gradient and does not count in logged losses.
