@@ -586,7 +586,7 @@ pretrain {kit}/recipe.yaml out={case}/out start={target}
 pretrain {kit}/recipe.yaml out={case}/out start={kit}/run
 pretrain {kit}/recipe.yaml out={case}/out start={kit}/tuned/model
 pretrain {kit}/recipe.yaml out={case}/out start={kit}/run/model model.hidden_size=32
-pretrain {kit}/recipe.yaml out={case}/out start={kit}/run/model model.max_position_embeddings=16
+pretrain {kit}/recipe.yaml out={case}/out start={kit}/run/model model.intermediate_size=16
 pretrain {kit}/recipe.yaml out={case}/out model.max_position_embeddings=99999
 pretrain {kit}/recipe.yaml out={kit}/lines.txt
 pretrain {kit}/recipe.yaml out={kit}/run steps=48
@@ -619,7 +619,7 @@ finetune {kit}/train.csv --out {case}/out --text sentence --label kind --batch-s
 finetune {kit}/train.csv --out {case}/out --text sentence --label kind --learning-rate nan
 finetune {kit}/train.csv --out {case}/out --text sentence --label kind --learning-rate 0
 finetune {kit}/train.csv --out {case}/out --text sentence --label kind --max-length -1
-finetune {kit}/train.csv --out {case}/out --text sentence --label kind --max-length 99999
+finetune {kit}/train.csv --out {case}/out --text sentence --label kind --max-length 2
 finetune {kit}/train.csv --out {case}/out --text sentence --label kind --max-length 1 --model {kit}/run/model
 finetune {kit}/train.csv --out {case}/out --text sentence --label kind --precision fp8
 finetune {kit}/train.csv --out {case}/out --text sentence --label kind --compile maybe
