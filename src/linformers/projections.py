@@ -512,9 +512,18 @@ class Projections(nn.ModuleList):
                     if self.rope_theta is not None and (module_id, k, shift) not in rotations:
                         rotations[module_id, k, shift] = self.rotation(projection, seq_len, k, shift, device, dtype)
                     commutes = projection.commutes and (E is None or E.dim() == 2)
-                    identity, live = isinstance(projection, IdentityProjection), masks[k, shift]
-                    serves = (len(heads), commutes, identity, rotations.get((module_id, k, shift)))
-                    parts.append(ReadyProjection(projection.shorten, k, E, lengths, live, *serves))
+                    part = ReadyProjection(
+                        projection.shorten,
+                        k,
+                        weights=E,
+                        lengths=lengths,
+                        mask=masks[k, shift],
+                        num_heads=len(heads),
+                        commutes=commutes,
+                        is_identity=isinstance(projection, IdentityProjection),
+                        rotation=rotations.get((module_id, k, shift)),
+                    )
+                    parts.append(part)
                 if len(parts) == 1:
                     E_and_F.append(parts[0])
                 else:
