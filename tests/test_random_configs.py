@@ -39,7 +39,7 @@ def random_fields(random):
     def token():
         return chosen([None, 0, random.randrange(vocab_size)])
 
-    lengths = [None, k(), [k() for _ in range(layers)], [[k() for _ in range(heads)] for _ in range(layers)]]
+    lengths = [None, k(), [chosen([0, k()]) for _ in range(layers)], [[k() for _ in range(heads)] for _ in range(layers)]]
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": chosen([4, 8, 16]),
@@ -58,6 +58,7 @@ def random_fields(random):
         "sharing": config.SHARINGS,
         "projection": config.PROJECTIONS,
         "projection_init": config.PROJECTION_INITS,
+        "position_embedding_type": config.POSITION_TYPES,
         "position_init": config.POSITION_INITS,
         "classifier_pooling": config.POOLINGS,
         "problem_type": (None, *config.PROBLEM_TYPES),
@@ -67,6 +68,8 @@ def random_fields(random):
         "tie_word_embeddings": (False, True),
         "sparse_prediction": (False, True),
         "projection_scale": (None, 0.12, 1.0, n / 2, *config.RANGES["projection_scale"]),
+        "initial_far_bias": (None, 0.0, -5.5, *config.RANGES["initial_far_bias"]),
+        "rope_parameters": (None, {}, {"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 2e6}),
         "initial_self_score": (None, 1.0, 6.5, *config.RANGES["initial_self_score"]),
         "initializer_range": (0.02, *config.RANGES["initializer_range"]),
         "layer_norm_eps": (1e-5, *config.RANGES["layer_norm_eps"]),

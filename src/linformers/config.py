@@ -55,6 +55,7 @@ RANGES = {
     "initializer_range": (1e-12, 1.0),
     "projection_scale": (1e-9, 1e9),
     "initial_self_score": (1e-9, 1e6),
+    "initial_far_bias": (-100.0, 100.0),
 }
 PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 
@@ -294,7 +295,7 @@ class LinformerConfig(PreTrainedConfig):
             if getattr(self, name) is not None:
                 checks.check_flag(name, getattr(self, name))
         for name, (least, most) in RANGES.items():
-            optional = name in ("projection_scale", "initial_self_score")
+            optional = name in ("projection_scale", "initial_self_score", "initial_far_bias")
             if not optional or getattr(self, name) is not None:
                 checks.check_range(name, getattr(self, name), least, most, " or None" if optional else "")
         chunk_size = self.chunk_size_feed_forward
@@ -312,10 +313,6 @@ class LinformerConfig(PreTrainedConfig):
         checks.check_choice("sharing", self.sharing, SHARINGS)
         checks.check_choice("projection_init", self.projection_init, PROJECTION_INITS)
         checks.check_choice("position_embedding_type", self.position_embedding_type, POSITION_TYPES)
-        if self.initial_far_bias is not None and not (
-            checks.is_number(self.initial_far_bias) and math.isfinite(self.initial_far_bias)
-        ):
-            raise UserError(f"initial_far_bias={self.initial_far_bias!r} must be a finite number or None")
         self._check_rope_parameters()
         checks.check_range("rope_theta", self.rope_theta, 1.0, 1e12)
         if self.is_rotary and self.projection == "linear" and self.projection_init == "gaussian":
