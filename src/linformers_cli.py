@@ -413,7 +413,7 @@ def answer_interrupts() -> None:
             os.write(1, b"\x1b[?25h")  # bars hide the cursor
         os._exit(128 + number)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, stop)
 
 

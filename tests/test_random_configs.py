@@ -39,7 +39,8 @@ def random_fields(random):
     def token():
         return chosen([None, 0, random.randrange(vocab_size)])
 
-    lengths = [None, k(), [chosen([0, k()]) for _ in range(layers)], [[k() for _ in range(heads)] for _ in range(layers)]]
+    by_layer = [chosen([0, k()]) for _ in range(layers)]
+    lengths = [None, k(), by_layer, [[k() for _ in range(heads)] for _ in range(layers)]]
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": chosen([4, 8, 16]),

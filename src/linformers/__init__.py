@@ -6,6 +6,11 @@ Importing the package registers its models with transformers' Auto classes.
 import sys
 
 if sys.argv[:1] == ["-m"] and "linformers" in sys.orig_argv:  # `python -m linformers` begins with the imports below
+    import os
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_, exit=os._exit: exit(130))  # until the command line can answer Ctrl-C
     import linformers_cli
 
     linformers_cli.answer_interrupts()

@@ -60,7 +60,8 @@ def run(arguments: list[str], out: Path, number: int = 0, delay: float = 0) -> t
 
 
 def main(signals: int, names: Sequence[str] | None = None) -> dict[str, int]:
-    chance, counts = random.Random(0), {"signals": 0, "too late": 0, "no 130": 0, "saved": 0, "lost steps at most": 0}
+    names_of_counts = ("signals", "too early", "too late", "no 130", "saved", "lost steps at most")
+    chance, counts = random.Random(0), dict.fromkeys(names_of_counts, 0)
     with tempfile.TemporaryDirectory() as folder:
         known = {name: arguments for name, arguments in commands(Path(folder)).items() if name in (names or [name])}
         # Half of the signals go to training, where there is something to lose.
@@ -75,11 +76,13 @@ def main(signals: int, names: Sequence[str] | None = None) -> dict[str, int]:
             out, delay = Path(folder) / f"{name}-{counts['signals']}", chance.uniform(START, seconds[name])
             code, errors, _ = run(known[name], out, number, delay)
             where = f"{name} with {number.name} after {delay:.2f} of {seconds[name]:.2f} seconds: {code}\n{errors}"
-            assert "Traceback" not in errors, where
-            assert "Error" not in errors, where
+            # On a busy machine, the signal may come while Python itself still starts, before any code of ours can run.
+            early = number == signal.SIGINT and "Traceback" in errors and "linformers" not in errors
+            assert early or ("Traceback" not in errors and "Error" not in errors), where
             # Outside of training, SIGTERM and SIGHUP simply end a process; so does SIGINT once Python has shut down.
             assert code in (0, 128 + number, -number), where
             counts["signals"] += 1
+            counts["too early"] += early
             counts["too late"] += code == 0
             counts["no 130"] += code == -signal.SIGINT
             if name == "pretrain" and out.exists():
