@@ -117,3 +117,10 @@ def test_public_names():
     others = {"LinformerAttention", "LinformerConfig", "LinformerModel", "LinformerPreTrainedModel", "pretrained"}
     assert set(linformers.__all__) == heads | others
     assert all(hasattr(linformers, name) for name in linformers.__all__)
+
+
+@pytest.mark.parametrize(("name", "message"), [("spda", "adds `attn_impl"), ("\n", "must be a name"), (4, "must be a")])
+def test_unknown_attention_is_refused_in_one_line(name, message):
+    with modes.refused(message) as refusal:
+        modes.random_model(attn_implementation=name)
+    assert "\n" not in str(refusal.value)

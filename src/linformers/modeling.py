@@ -210,7 +210,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
             attn_implementation = TRITON
         if attn_implementation == "triton":
             attn_implementation = TRITON
-        if not isinstance(attn_implementation, str | None):
+        name = "eager" if attn_implementation is None else attn_implementation
+        if not isinstance(name, str) or not name.isprintable():
             raise UserError(f"attn_implementation={attn_implementation!r} must be a name, such as 'sdpa'")
         try:
             return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
