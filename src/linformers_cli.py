@@ -25,6 +25,8 @@ except KeyboardInterrupt:
 if TYPE_CHECKING:
     from rich.console import Console
 
+needs_models = True  # read by `linformers/__init__.py`
+
 # A missing name with one of these endings is a mistyped file; any other may be a task or a dataset on the hub.
 TEXT_FILES = (".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".xz")
 
@@ -143,6 +145,8 @@ def prepare(
     options = {**locals(), "validation": validation or ()}
     _check_files("SOURCES", sources)
     _check_files("--validation", validation or [])
+    global needs_models
+    needs_models = False
     from linformers.training import prepare
 
     prepare.prepare(**options, console=_console())

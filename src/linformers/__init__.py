@@ -1,6 +1,7 @@
 """Linformer (Wang et al., 2020): self-attention whose keys and values are projected from n tokens to k.
 
-Importing the package registers its models with transformers' Auto classes.
+Importing the package registers its models with transformers' Auto classes. Only `linformers prepare` imports it without
+the models, which take twice the memory of its own work.
 """
 
 import sys
@@ -15,18 +16,22 @@ if sys.argv[:1] == ["-m"] and "linformers" in sys.orig_argv:  # `python -m linfo
 
     linformers_cli.answer_interrupts()
 
-from .attention import LinformerAttention
-from .auto import register
-from .config import LinformerConfig
-from .modeling import (
-    LinformerForMaskedLM,
-    LinformerForQuestionAnswering,
-    LinformerForSequenceClassification,
-    LinformerForTokenClassification,
-    LinformerModel,
-    LinformerPreTrainedModel,
-)
 from .shipped import pretrained
+
+if getattr(sys.modules.get("linformers_cli"), "needs_models", True):
+    from .attention import LinformerAttention
+    from .auto import register
+    from .config import LinformerConfig
+    from .modeling import (
+        LinformerForMaskedLM,
+        LinformerForQuestionAnswering,
+        LinformerForSequenceClassification,
+        LinformerForTokenClassification,
+        LinformerModel,
+        LinformerPreTrainedModel,
+    )
+
+    register()
 
 __version__ = "0.1.0"
 
@@ -41,5 +46,3 @@ __all__ = [
     "LinformerPreTrainedModel",
     "pretrained",
 ]
-
-register()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linformers import LinformerForMaskedLM
+from linformers import LinformerForMaskedLM, pretrained
 from linformers.training import predict
 
 from ..modes import refused
@@ -163,14 +163,23 @@ def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_number_of_lines(model):
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.parametrize(("bundled", "lines"), [(False, 200_000), (True, 20_000)])
+def test_memory_does_not_grow_with_the_number_of_lines(model, bundled, lines):
     program = """
-import os, resource, sys
+import os, re, sys
 from pathlib import Path
 from linformers.training import predict
 with open(os.devnull, "w") as out:
-    predict.predict_lines(Path(sys.argv[1]), (f"the {i} <mask>" for i in range(200_000)), out)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    predict.predict_lines(Path(sys.argv[1]), (f"the {i} <mask>" for i in range(int(sys.argv[2]))), out)
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
-    result = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 700e6
+    result = subprocess.run(
+        [sys.executable, "-c", program, pretrained() if bundled else str(model), str(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    megabytes = int(result.stdout) * 1024 / 1e6
+    print(f"{lines:,} lines: {megabytes:.0f} MB")
+    assert megabytes < 700

@@ -388,9 +388,34 @@ def test_random_kills(kills, prepared, source, tmp_path):
         assert {path.name for path in out.iterdir()} == {path.name for path in prepared.iterdir()} | {"notes.txt"}
 
 
+def test_the_command_imports_no_models(source, tmp_path):
+    """They take twice the memory of its work."""
+    code = """
+import sys
+from linformers_cli import main
+try:
+    main()
+finally:
+    print([name for name in ("linformers.modeling", "transformers.modeling_utils") if name in sys.modules])
+"""
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "prepare",
+        str(source),
+        "--out",
+        str(tmp_path / "out"),
+        "--vocab-size",
+        "300",
+    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert output.splitlines()[-1] == "[]"
+
+
 PEAK = """
 import re, sys
-from linformers.__main__ import main
+from linformers_cli import main
 try:
     main()
 finally:
