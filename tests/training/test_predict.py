@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, pipeline
 
 from linformers import LinformerForMaskedLM, pretrained
 from linformers.training import predict
@@ -37,12 +38,17 @@ def test_labels(tuned, task):
 
 
 def test_words(model):
-    (row,) = answers(model, ["the quick <mask> fox"], best=3)
-    assert answers(model.parent / "checkpoint-24", ["the quick <mask> fox"], best=3) == [row]  # it is a model, too
-    assert len(row["guesses"]) == 3
-    assert 1 > row["guesses"][0]["score"] >= row["guesses"][1]["score"] > 0
-    tokens = [{"token_str": token, "score": 1} for token in (" fox", "fox", "\n", " ")]
-    assert [guess["word"] for guess in predict._guesses(tokens)["guesses"]] == ["fox", "fox", "\n", " "]
+    """The same as a pipeline's, without the space before a word: every token, in batches, also of truncated text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = ["the quick <mask> fox", "<mask> dog", "a <mask>" + " dog" * 200]
+    rows = answers(model, texts, best=len(tokenizer), batch_size=2)
+    assert answers(model.parent / "checkpoint-24", texts[:1], best=3)[0]["guesses"] == rows[0]["guesses"][:3]
+    truncation = {"truncation": True, "max_length": tokenizer.model_max_length}
+    fill = pipeline("fill-mask", model=str(model), top_k=len(tokenizer), tokenizer_kwargs=truncation)
+    for row, expected in zip(rows, fill(texts), strict=True):
+        guesses = {guess["word"]: guess["score"] for guess in row["guesses"]}
+        assert {" ", "\n"} < guesses.keys()
+        assert guesses == pytest.approx({e["token_str"].strip() or e["token_str"]: e["score"] for e in expected})
 
 
 def test_wrong_lines_do_not_stop_the_others(model):

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -71,19 +72,18 @@ def predict_lines(
     if pairs and not classifies:
         raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
     network, options = load_model(model, purpose), {"truncation": True, "max_length": tokenizer.model_max_length}
-    if not classifies:
-        options = {"top_k": best, "tokenizer_kwargs": options}
-    pipe = pipeline(purpose, model=network, tokenizer=tokenizer, device=network.device, **options)
+    if classifies:
+        pipe = pipeline(purpose, model=network, tokenizer=tokenizer, device=network.device, **options)
+        answer_all = partial(pipe, batch_size=batch_size)
+    else:
+        answer_all = partial(_guess, network, tokenizer, best=best, **options)
     wrong: list[str] = []
     numbered = enumerate((line.rstrip("\r\n") for line in lines), 1)
     while batch := list(islice(numbered, batch_size)):
         errors = {number: _error(text, tokenizer, pairs, masked=not classifies) for number, text in batch}
         good = [text for number, text in batch if errors[number] is None]
         inputs = [dict(zip(("text", "text_pair"), text.split("\t"), strict=True)) for text in good] if pairs else good
-        results = pipe(inputs, batch_size=batch_size) if inputs else []
-        if not classifies and len(inputs) == 1:  # this pipeline unpacks a list of one
-            results = [results]
-        answers = iter(results if classifies else map(_guesses, results))
+        answers = iter(answer_all(inputs) if inputs else [])
         for number, text in batch:
             error = errors[number]
             answer = next(answers) if error is None else {"error": error}
@@ -109,9 +109,19 @@ def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: b
     return None
 
 
-def _guesses(tokens: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    # A token without the space before it, unless it is white space.
-    return {"guesses": [{"word": g["token_str"].strip() or g["token_str"], "score": g["score"]} for g in tokens]}
+def _guess(
+    network: LinformerForMaskedLM, tokenizer: PreTrainedTokenizerBase, texts: list[str], best: int, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """The best words for the mask of each text. Unlike a pipeline, it computes no logits for the other tokens."""
+    inputs = tokenizer(texts, padding=True, return_tensors="pt", **options).to(network.device)
+    with torch.inference_mode():
+        masked = network.linformer(**inputs).last_hidden_state[inputs["input_ids"] == tokenizer.mask_token_id]
+        scores, tokens = network.head(masked).softmax(-1).topk(best)
+    for ids, own in zip(tokens.tolist(), scores.tolist(), strict=True):
+        words = map(tokenizer.decode, ids)
+        # A word without the space before it, unless it is white space.
+        guesses = [{"word": word.strip() or word, "score": score} for word, score in zip(words, own, strict=True)]
+        yield {"guesses": guesses}
 
 
 def evaluate(
