@@ -83,7 +83,10 @@ print(type(AutoModelForMaskedLM.from_config(config)).__name__)
 
 
 def visited(model: LinformerForMaskedLM) -> list[tuple[str, str]]:
-    """The file and name of each function of ours, generator expressions and lambdas included, in a forward pass."""
+    """The file and name of each function of ours, generator expressions and lambdas included, in a forward pass.
+
+    Without what runs inside the operator that attends locally on a CPU: it equals one function of the reference.
+    """
     ids = torch.randint(3, model.config.vocab_size, (2, 100))
     mask = torch.ones_like(ids)
     mask[0, :40] = 0
@@ -98,7 +101,8 @@ def visited(model: LinformerForMaskedLM) -> list[tuple[str, str]]:
         model(ids, mask, labels=ids)
     finally:
         sys.setprofile(None)
-    return sorted((str(Path(code.co_filename).relative_to(SOURCE)), code.co_qualname) for code in codes)
+    names = {(str(Path(code.co_filename).relative_to(SOURCE)), code.co_qualname) for code in codes}
+    return sorted((file, name) for file, name in names if file != "ops/local_cpu.py" or not name.startswith("_"))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ from .config import (
 )
 from .errors import UserError
 from .ops.attend import attend as triton_attend
+from .ops.compiling import is_exporting
 from .ops.dispatch import use_triton
 from .ops.local import attend_locally
+from .ops.local_cpu import attend_locally_on_cpu
 from .ops.ranks import Ranks, reorder, zero_padding
 from .ops.rotary import Rotation
 from .projections import (
@@ -197,6 +199,9 @@ class ProjectedAttention(nn.Module):
         if name == "sdpa" and mask is not None and near is None:
             # SDPA returns NaN for a row without any live slot: let it attend to zeros instead.
             value, mask = torch.where(mask.mT, value, 0), mask | ~mask.any(-1, keepdim=True)
+        if name == "sdpa" and near is not None and query.device.type == "cpu" and not dropout and not is_exporting():
+            options = {"mask": mask, "lengths": lengths, "far_bias": far_bias, "scaling": self.scaling}
+            return attend_locally_on_cpu(query, key, value, *near, window=self.local_window, **options), None
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         attend = functools.partial(interface, self, scaling=self.scaling, dropout=dropout, is_causal=False)
         if near is None:
