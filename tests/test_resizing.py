@@ -169,9 +169,19 @@ def test_checkpoints_of_other_kinds(tmp_path):
         LinformerModel(RobertaConfig())
     with pytest.raises(OSError, match="nowhere"):
         LinformerModel.from_pretrained(tmp_path / "nowhere")
-    longer = LinformerForMaskedLM(modes.config(max_position_embeddings=24))
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+@pytest.mark.parametrize("mode", [{}, {"projected_length": [[4, 2, 4, 1], [2, 2, 2, 2]]}], ids=modes.name)
+def test_weights_of_another_length(positions, mode):
+    saved, longer = (
+        LinformerForMaskedLM(modes.config(max_position_embeddings=n, position_embedding_type=positions, **mode))
+        for n in (12, 24)
+    )
+    with refused("the checkpoint is for n=12, the model for n=24; load it into a model for n=12, then call model.res"):
+        longer.load_state_dict(saved.state_dict())
     with refused("the checkpoint is for n=12, the model for n=24"):
-        longer.load_state_dict(LinformerForMaskedLM(modes.config()).state_dict())
+        longer.base_model.load_state_dict(saved.base_model.state_dict())
 
 
 class Payload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,11 @@ def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
 
 def refuse_other_length(model: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """A hook that replaces torch's list of mismatched shapes with one sentence."""
-    positions = state_dict.get(f"{prefix}embeddings.position_embeddings.weight")
     max_length = model.config.max_position_embeddings
-    if positions is not None and len(positions) != max_length:
+    row_per_token = re.compile(re.escape(prefix) + r"(embeddings\.position_embeddings\.weight|projections\..*\.delta)")
+    lengths = [len(weight) for name, weight in state_dict.items() if row_per_token.fullmatch(name)]
+    if lengths and lengths[0] != max_length:
         raise UserError(
-            f"the checkpoint is for n={len(positions)}, the model for n={max_length}; load it into a model for "
-            f"n={len(positions)}, then call model.resize_length({max_length})"
+            f"the checkpoint is for n={lengths[0]}, the model for n={max_length}; load it into a model for "
+            f"n={lengths[0]}, then call model.resize_length({max_length})"
         )
