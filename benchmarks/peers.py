@@ -71,6 +71,7 @@ def peers(n: int, k: int, layers: int, hidden: int, compiled: Sequence[str] = ()
 
     def ours() -> nn.Module:
         fields = {**common, "max_position_embeddings": n, "projected_length": k, "sharing": "layerwise"}
+        fields |= {"norm_first": False, "position_embedding_type": "absolute", "projection_init": "window"}
         return Embedded(LinformerModel(LinformerConfig(**fields, local_window=0)))
 
     def linformer() -> nn.Module:

@@ -190,6 +190,8 @@ def describe_model(recipe: Recipe) -> dict[str, Any]:
     config = recipe.config(vocab_size=1000)
     linear = config.projection == "linear"
     names = dict.fromkeys((*MODEL_FIELDS, *recipe.model, *(LINEAR_FIELDS if linear else ())))
+    if not config.is_rotary:  # as in the runs from before there was a choice
+        names.pop("position_embedding_type", None)
     if not linear:  # neither the twin nor the window alone has an E
         names = {name: None for name in names if name not in LINEAR_FIELDS}
     found = {name: getattr(config, name) for name in sorted(names)}

@@ -85,10 +85,12 @@ def name(mode: dict) -> str:
 
 
 def config(**mode) -> LinformerConfig:
-    """Two layers, four heads, n = 12, k = 4 and no dropout, unless `mode` overrides them."""
-    lengths = {"max_position_embeddings": 12, "projected_length": 4}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return LinformerConfig(**{**SIZES, "num_hidden_layers": 2, **lengths, **dropout, **mode})
+    """Two layers, four heads, n = 12, k = 4, means, learned positions, no dropout, unless `mode` overrides them."""
+    lengths = {"max_position_embeddings": 12, "projected_length": 4, "local_window": 0}
+    choices = {"projection_init": "window", "position_embedding_type": "absolute", "norm_first": False}
+    return LinformerConfig(
+        **{**SIZES, **lengths, **choices, "num_hidden_layers": 2, "hidden_dropout_prob": 0.0, **mode}
+    )
 
 
 def light(mode: dict) -> dict:

@@ -1,11 +1,12 @@
 """`LinformerConfig`: which fields are valid, what their defaults become, and the paper's model."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, RobertaConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, RobertaConfig
 
 from linformers import LinformerConfig, LinformerForMaskedLM, LinformerModel
 from linformers.config import ALIASES
@@ -125,23 +126,28 @@ def test_assigned_fields_are_checked_when_a_model_is_built(fields, fragment):
 
 
 @pytest.mark.parametrize(
-    ("fields", "k"),
+    ("fields", "k", "w"),
     [
-        ({}, 256),
-        ({"max_position_embeddings": 64}, 64),
-        ({"max_position_embeddings": 300, "projection": "mean"}, 150),
-        ({"max_position_embeddings": 514, "projection": "conv"}, 2),
-        ({"projection": "identity"}, 512),
-        ({"projection": "identity", "projected_length": 1000}, 512),
-        ({"projection": "none", "local_window": 8}, 0),
-        ({"projected_length": 7}, 7),
+        ({}, 256, 64),
+        ({"max_position_embeddings": 512}, 256, 64),
+        ({"max_position_embeddings": 64}, 32, 8),
+        ({"max_position_embeddings": 1}, 1, 1),
+        ({"max_position_embeddings": 300, "projection": "mean"}, 150, 37),
+        ({"max_position_embeddings": 514, "projection": "conv"}, 2, 64),
+        ({"projection": "identity"}, 4096, 0),
+        ({"projection": "identity", "projected_length": 1000}, 4096, 0),
+        ({"projection": "none"}, 0, 64),
+        ({"projected_length": 7, "local_window": 0}, 7, 0),
+        ({"max_position_embeddings": 16, "local_window": 100}, 8, 100),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("change", [reassigned, through_a_dict])
-def test_the_default_of_k_adapts(fields, k, change):
+def test_the_defaults_of_k_and_w_adapt(fields, k, w, change):
     config = change(LinformerConfig(), fields)
-    assert config.projected_length == fields.get("projected_length")
+    for name in ("projected_length", "local_window"):
+        assert getattr(config, name) == fields.get(name)
+    assert config.local_windows == (w,) * 12
     assert config.projected_lengths == ((k,) * 12,) * 12
     assert config.largest_projected_length == k
 
@@ -161,24 +167,37 @@ def test_derived_values_follow_the_fields(change):
 
 
 @pytest.mark.parametrize(
-    ("fields", "k", "c"),
+    ("fields", "k", "w", "c"),
     [
-        ({"projected_length": None}, 12, 1.2),
-        ({"projected_length": None, "projection": "mean", "max_position_embeddings": 300}, 150, None),
-        ({"local_window": [0, 2]}, 4, 0.12),
-        ({"sharing": "headwise"}, 4, 0.12),
-        ({"projection_scale": 0.3, "projected_length": [4, 2]}, [4, 2], 0.3),
-        ({"projection": "identity", "projected_length": None}, None, None),
+        ({"projected_length": None}, 6, 0, 1.2),
+        ({"projected_length": None, "projection": "mean", "max_position_embeddings": 300}, 150, 0, None),
+        ({"local_window": [0, 2]}, 4, [0, 2], 0.12),
+        ({"local_window": None}, 4, 1, 0.12),
+        ({"sharing": "headwise"}, 4, 0, 0.12),
+        ({"projection_scale": 0.3, "projected_length": [4, 2]}, [4, 2], 0, 0.3),
+        ({"projection": "identity", "projected_length": None, "local_window": None}, None, 0, None),
     ],
     ids=str,
 )
-def test_saving_writes_the_values_that_the_weights_were_trained_with(fields, k, c, tmp_path):
+def test_saving_writes_the_values_that_the_weights_were_trained_with(fields, k, w, c, tmp_path):
     model = LinformerForMaskedLM(modes.config(**fields))
-    before = {name: getattr(model.config, name) for name in ("projected_length", "projection_scale")}
+    names = ("projected_length", "local_window", "projection_scale")
+    before = {name: getattr(model.config, name) for name in names}
     model.save_pretrained(tmp_path)
     assert {name: getattr(model.config, name) for name in before} == before
     written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["projected_length"], written["projection_scale"]) == (k, c)
+    assert [written[name] for name in names] == [k, w, c]
+
+
+def test_saving_writes_fields_with_their_default_values(tmp_path):
+    """So that a version with other defaults reads the same model."""
+    LinformerConfig().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    defaults = {field.name: field.default for field in dataclasses.fields(LinformerConfig)}
+    own = defaults.keys() - {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"rope_parameters"}
+    assert len(own) > 20
+    assert {name: written[name] for name in own} == {name: defaults[name] for name in own}
+    assert LinformerConfig.from_pretrained(tmp_path).to_dict() == LinformerConfig().to_dict()
 
 
 PER_HEAD = [[4, 2, 4, 1], [4, 4, 4, 4]]

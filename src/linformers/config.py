@@ -30,6 +30,7 @@ WINDOWED = ("mean", "max", "conv")
 WITHOUT_K = ("identity", "none")
 
 DEFAULT_PROJECTED_LENGTH = 256
+DEFAULT_LOCAL_WINDOW = 64
 MAX_LOCAL_WINDOW = 512
 MAX_LABELS = 2**20  # each has a name
 
@@ -79,8 +80,8 @@ class LinformerConfig(PreTrainedConfig):
     Args:
         max_position_embeddings: n, the longest input (exactly n; RoBERTa's value includes an offset of 2).
         projected_length: k, the number of projected keys and values. One number, one per layer, or one per layer and
-            head; 0 leaves a layer its local window alone. `None` means min(256, n); for mean, max and conv, the
-            largest divisor of n that is at most 256.
+            head; 0 leaves a layer its local window alone. `None` means 256, or n/2 if n is below 512; for mean, max
+            and conv, the largest divisor of n up to that.
         sharing: which heads and layers share a projection matrix. `"none"`: every head has its own E and F;
             `"headwise"`: one E and one F per layer; `"key-value"`: one E = F per layer; `"layerwise"`: one E for the
             whole model.
@@ -88,7 +89,7 @@ class LinformerConfig(PreTrainedConfig):
             `"identity"` (no projection: a standard Transformer with everything else equal), or `"none"` (no projected
             keys, only the local window).
         local_window: w. In the same softmax, each query also attends to the exact keys at most w positions away. One
-            number, or one per layer; 0 is the paper's model.
+            number, or one per layer; 0 is the paper's model. `None` means 64, or n/8 if n is below 512; 0 for identity.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"sample"` as the selection of
             one token from each window (always token 0 from the first), `"gaussian"` as $N(0, 1/n)$.
         shifted_windows: whether E starts with other windows, or other tokens from them, in each layer. `None` means
@@ -123,12 +124,12 @@ class LinformerConfig(PreTrainedConfig):
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
     hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    max_position_embeddings: int = 512
+    attention_probs_dropout_prob: float = 0.0
+    max_position_embeddings: int = 4096
     type_vocab_size: int = 2
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-5
-    norm_first: bool = False
+    norm_first: bool = True
     pad_token_id: int | None = 1
     bos_token_id: int | None = 0
     eos_token_id: int | None = 2
@@ -140,12 +141,12 @@ class LinformerConfig(PreTrainedConfig):
     projected_length: int | list[int] | list[list[int]] | None = None
     sharing: str = "layerwise"
     projection: str = "linear"
-    projection_init: str = "window"
+    projection_init: str = "sample"
     shifted_windows: bool | None = None
     projection_scale: float | None = None
-    local_window: int | list[int] = 0
+    local_window: int | list[int] | None = None
     initial_far_bias: float | None = None
-    position_embedding_type: str = "absolute"
+    position_embedding_type: str = "rotary"
     rope_parameters: dict | None = None
     position_init: str = "waves"
     initial_self_score: float | None = 6.5
@@ -184,6 +185,7 @@ class LinformerConfig(PreTrainedConfig):
             "projection_init": "gaussian",
             "shifted_windows": False,
             "local_window": 0,
+            "attention_probs_dropout_prob": 0.1,
             "position_embedding_type": "absolute",
             "position_init": "normal",
             "initial_self_score": None,
@@ -207,6 +209,13 @@ class LinformerConfig(PreTrainedConfig):
             )
         return loaded
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: also own fields with default values, so that other defaults change nothing."""
+        own = {field.name for field in dataclasses.fields(self)} - {
+            field.name for field in dataclasses.fields(PreTrainedConfig)
+        }
+        return {**{name: value for name, value in self.to_dict().items() if name in own}, **super().to_diff_dict()}
+
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:
         """The k of each head of each layer; n under `"identity"` and 0 under `"none"`."""
@@ -214,7 +223,7 @@ class LinformerConfig(PreTrainedConfig):
         if self.projection in WITHOUT_K:
             lengths = n if self.projection == "identity" else 0
         elif lengths is None:
-            lengths = min(DEFAULT_PROJECTED_LENGTH, n)
+            lengths = max(1, min(DEFAULT_PROJECTED_LENGTH, n // 2))
             if self.projection in WINDOWED:
                 lengths = next(k for k in range(lengths, 0, -1) if n % k == 0)
         if not isinstance(lengths, list | tuple):
@@ -229,6 +238,9 @@ class LinformerConfig(PreTrainedConfig):
     def local_windows(self) -> tuple[int, ...]:
         """The w of each layer."""
         windows = self.local_window
+        if windows is None:
+            windows = max(1, min(DEFAULT_LOCAL_WINDOW, self.max_position_embeddings // 8))
+            windows = 0 if self.projection == "identity" else windows
         return (windows,) * self.num_hidden_layers if isinstance(windows, int) else tuple(windows)
 
     @property
@@ -272,8 +284,10 @@ class LinformerConfig(PreTrainedConfig):
         return math.ceil(length / unit) * unit
 
     def resolved(self) -> Self:
-        """A copy with explicit values of k and c instead of `None`."""
+        """A copy with explicit values of k, w and c instead of `None`."""
         copied = copy.deepcopy(self)
+        if self.local_window is None:
+            copied.local_window = self.local_windows[0]
         if self.projection not in WITHOUT_K:
             copied.projected_length = self.projected_length or self.largest_projected_length
         if self.projection == "linear":
@@ -323,9 +337,10 @@ class LinformerConfig(PreTrainedConfig):
         checks.check_choice("position_init", self.position_init, POSITION_INITS)
         checks.check_choice("classifier_pooling", self.classifier_pooling, POOLINGS)
 
-        check_one_per("local_window", self.local_window, "layer", self.num_hidden_layers)
-        for window in self.local_window if isinstance(self.local_window, list) else [self.local_window]:
-            check_local_window(window, self.projection)
+        if self.local_window is not None:
+            check_one_per("local_window", self.local_window, "layer", self.num_hidden_layers)
+            for window in self.local_window if isinstance(self.local_window, list) else [self.local_window]:
+                check_local_window(window, self.projection)
         if self.projected_length is not None and self.projection not in WITHOUT_K:
             check_one_per("projected_length", self.projected_length, "layer", self.num_hidden_layers)
             for i, heads in enumerate(self.projected_length if isinstance(self.projected_length, list) else ()):

@@ -90,6 +90,12 @@ def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
     if config.pad_token_id is None:
         raise UserError("the RoBERTa model has pad_token_id=None, but its positions are counted from pad_token_id + 1")
     fields = {field: getattr(config, field) for field in SAME_FIELDS}
+    fields |= {
+        "norm_first": False,
+        "position_embedding_type": "absolute",
+        "projection_init": "window",
+        "local_window": 0,
+    }
     return {**fields, "max_position_embeddings": num_positions(config), "projection": "identity"}
 
 

@@ -72,7 +72,7 @@ WRONG_VALUES |= {"shard": "maybe", "out": None, "schedule": "linaer", "precision
         ("modle.sharing=none", "'modle' is not a key of a recipe; did you mean 'model'?"),
         ("variant=a", "'variant' is not a key"),
         ("model.vocab_size=3", "model.vocab_size cannot be set"),
-        ("model.projected_length=1000", "projected_length=1000"),
+        ("model.projected_length=5000", "projected_length=5000"),
         ("steps", "'steps' is not of the form key=value"),
         ("steps=[1", "'steps=[1': the value is not YAML"),
         ("steps=2026-99-99", "'steps=2026-99-99': the value is not YAML"),

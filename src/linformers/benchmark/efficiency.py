@@ -84,7 +84,9 @@ def model_configs(
     """
 
     def config(**changes: Any) -> LinformerConfig:
-        return LinformerConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": n, **fields, **changes})
+        own = {"vocab_size": VOCABULARY, "max_position_embeddings": n, "projection_init": "window"}
+        as_roberta = {"norm_first": False, "position_embedding_type": "absolute"}
+        return LinformerConfig(**{**own, **as_roberta, **fields, **changes})
 
     twin = config(projection="identity")
     roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in SAME_FIELDS})
