@@ -7,6 +7,7 @@ It passes its arguments on by name: `options`, a copy of `locals()` made before 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -383,7 +384,9 @@ class _Output:
         try:
             self.file.write(text)
             self.file.flush()
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         return len(text)
 
@@ -424,8 +427,13 @@ def answer_interrupts() -> None:
 def main() -> None:
     """Run the command line."""
     if sys.stdout is None:  # the next file that is opened would take its place
-        sys.exit("error: standard output is closed; redirect it to a file or to /dev/null")
+        print("error: standard output is closed; redirect it to a file or to /dev/null", file=sys.stderr)
+        sys.exit(2)
     answer_interrupts()
+    for argument in sys.argv[1:]:
+        if not argument.isprintable() and any("\udc80" <= letter <= "\udcff" for letter in argument):
+            print(f"error: {argument!a} is not text in the encoding of your locale; set PYTHONUTF8=1", file=sys.stderr)
+            sys.exit(2)
     try:
         app(prog_name="linformers")
     except SystemExit as ended:

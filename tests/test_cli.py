@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.utils import logging as hub
 from transformers import AutoConfig, AutoTokenizer
 
+import linformers
 import linformers_cli
 from linformers import demo
 from linformers.errors import UserError
@@ -151,7 +152,7 @@ def test_an_interrupt_during_the_imports_needs_no_traceback(tmp_path, module, co
 def test_closed_output_ends_a_command_quietly(tmp_path):
     command = [sys.executable, "-m", "linformers", "predict", "--batch-size", "1"]
     closed = subprocess.run([*command, __file__], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
-    assert (closed.returncode, closed.stderr.count("\n")) == (1, 1)
+    assert (closed.returncode, closed.stderr.count("\n")) == (2, 1)
     assert closed.stderr.startswith("error: standard output is closed")
     (tmp_path / "lines.txt").write_text(f"{demo.SENTENCE}\n" * 200)
     process = subprocess.Popen([*command, tmp_path / "lines.txt"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -159,6 +160,25 @@ def test_closed_output_ends_a_command_quietly(tmp_path):
     process.stdout.close()  # as head does
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("command", ["predict", "verify"])
+def test_a_full_disk_behind_the_output_is_named(command, tmp_path):
+    (tmp_path / "lines.txt").write_text(f"{demo.SENTENCE}\n")
+    argument = tmp_path / "lines.txt" if command == "predict" else linformers.pretrained()
+    with open("/dev/full", "w") as full:
+        process = [sys.executable, "-m", "linformers", command, str(argument)]
+        result = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_an_argument_that_the_locale_cannot_decode_is_named():
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "linformers", "prepare", "a.txt", "--out", "café"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: 'caf\\udcc3\\udca9' is not text in the encoding of your locale; set PYTHONUTF8=1\n"
 
 
 def test_predictions_are_utf_8_in_every_locale():

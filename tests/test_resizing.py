@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, RobertaConfig
 
-from linformers import LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel
+from linformers import LinformerForMaskedLM, LinformerForSequenceClassification, LinformerModel, files
 from linformers.projections import ConvProjection, LinearProjection
 
 from . import modes
@@ -182,6 +182,17 @@ def test_weights_of_another_length(positions, mode):
         longer.load_state_dict(saved.state_dict())
     with refused("the checkpoint is for n=12, the model for n=24"):
         longer.base_model.load_state_dict(saved.base_model.state_dict())
+
+
+def test_of_weights_in_one_file_and_in_shards_the_newer_ones_are_kept(tmp_path):
+    for size in ("20KB", "5GB", "20KB"):  # each leaves the other's files
+        model = modes.random_model()
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        loaded = LinformerForMaskedLM.from_pretrained(tmp_path)
+        for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        assert files.damage(tmp_path) is None
+        assert (tmp_path / "model.safetensors").exists() == (size == "5GB")
 
 
 class Payload:

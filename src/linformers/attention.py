@@ -318,6 +318,10 @@ class LinformerAttention(ProjectedAttention):
         if context_mask is not None and context is None:
             raise UserError("context_mask was given without context; the mask of hidden_states is attention_mask")
         checks.check_tensor("hidden_states", hidden_states, ("batch", "length", self.hidden_size))
+        dtype, autocast = self.query.weight.dtype, torch.is_autocast_enabled(hidden_states.device.type)
+        for name, tensor in (("hidden_states", hidden_states), ("context", context)):
+            if tensor is not None and tensor.dtype != dtype and not autocast:
+                raise UserError(f"{name} has type {tensor.dtype}, but the layer has {dtype}: convert one")
         ranks = checked_ranks("attention_mask", attention_mask, hidden_states)
         name, source, source_ranks, context_ranks = "hidden_states", hidden_states, ranks, None
         if context is not None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from .errors import UserError
 from .files import TOKENIZER_FILES, check_files, read_json
 
+MAX_WORKERS = 256
+
 
 def is_number(value: Any, kind: Any = (int, float)) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
@@ -26,6 +28,12 @@ def check_size(name: str, value: Any, most: int = 2**63 - 1) -> None:
         raise UserError(f"{name}={value!r} must be a positive integer")
     if value > most:
         raise UserError(f"{name}={value!r} must be at most {most}")
+
+
+def check_workers(value: Any) -> None:
+    """Each is a process or a thread with memory of its own."""
+    if not is_number(value, int) or not 0 <= value <= MAX_WORKERS:
+        raise UserError(f"workers={value!r} must be an integer from 0 to {MAX_WORKERS}")
 
 
 def check_positive(name: str, value: Any, otherwise: str = "") -> None:
@@ -109,6 +117,8 @@ def make_folder(name: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except FileExistsError:
+        raise UserError(f"{name}={str(folder)!r} is a file, expected a folder") from None
     except OSError as error:
         raise UserError(f"{name}={str(folder)!r} is not a writable folder: {error.strerror}") from None
 
@@ -129,14 +139,20 @@ def check_no_run(name: str, folder: Path) -> None:
 
 def check_model(name: str, folder: Path) -> None:
     check_no_run(name, folder)
+    if folder.is_dir():
+        check_files(folder, ("config.json", *TOKENIZER_FILES))  # `from_pretrained` checks the weights
     if not (folder / "config.json").exists():
         raise UserError(f"{name}={str(folder)!r} contains no model: expected a folder written by pretrain or finetune")
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
-    check_files(folder, ("config.json", *TOKENIZER_FILES))  # `from_pretrained` checks the weights
     for path in folder.glob("*.json"):  # transformers reads some of them without bounds
         read_json(path)
-    for path in folder.glob("*.safetensors"):
+    check_weights_open(folder)
+
+
+def check_weights_open(folder: Path) -> None:
+    """Refuse a folder with a file of weights that is not safetensors."""
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
                 pass

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+SMALLER = "Use a smaller batch: rows_at_once=… in a recipe, --batch-size or --tokens of a command."
+
 
 class UserError(ValueError):
     """Something that the user can fix: a wrong argument, a missing file, a damaged checkpoint.
@@ -16,8 +20,12 @@ def explain(error: Exception) -> str | None:
 
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"there is not enough memory. {SMALLER}"
     if isinstance(error, OutOfMemoryError):
         first, second, *_ = [*str(error).splitlines()[0].split(". "), ""]  # the rest is about torch's allocator
         reason = f"{first}. {second}".rstrip(". ")
-        return f"{reason}. Use a smaller batch: rows_at_once=… in a recipe, --batch-size or --tokens of a command."
+        return f"{reason}. {SMALLER}"
     return None

@@ -38,7 +38,14 @@ from .ops.linear_gelu import linear_gelu, use_linear_gelu
 from .ops.ranks import Ranks, reorder, zero_padding
 from .ops.rotary import Rotation
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
-from .resizing import check_checkpoint, check_weights, refuse_other_length, resize_length
+from .resizing import (
+    check_checkpoint,
+    check_weights,
+    refuse_other_length,
+    refuse_other_shapes,
+    remove_older_weights,
+    resize_length,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -266,7 +273,12 @@ class LinformerPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
             with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" in str(error):  # its report is only logged
+                refuse_other_shapes(cls, pretrained_model_name_or_path, kwargs)
+            raise
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Save a model with its resolved config, the values that its weights were trained with, and a manifest."""
@@ -278,6 +290,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
             self.config = config
         first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         if is_main_process and first and os.path.isdir(save_directory):
+            remove_older_weights(Path(save_directory))
             write_manifest(Path(save_directory), MODEL_FILES)
 
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -74,6 +75,31 @@ def check_weights(name: Any, kwargs: dict[str, Any]) -> None:
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles and kwargs["use_safetensors"] and not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no safetensors but {pickles[0]}, a pickle, which can run code: convert it")
+
+
+def remove_older_weights(folder: Path) -> None:
+    """Of weights in one file and weights in shards, keep those that were written last.
+
+    transformers leaves the others, and would load the ones in one file.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() and index.exists():
+        min(whole, index, key=lambda path: path.stat().st_mtime_ns).unlink()
+
+
+def refuse_other_shapes(model_class: Any, name: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a `UserError` that names the first weight in a folder whose shape is not what the config asks for."""
+    folder = Path(name, kwargs.get("subfolder") or "")
+    config = kwargs.get("config") or LinformerConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        expected = model_class(config).base_model.state_dict()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                shape = tuple(file.get_slice(key).get_shape())
+                wanted = expected.get(key.removeprefix(f"{model_class.base_model_prefix}."))
+                if wanted is not None and shape != wanted.shape:
+                    raise UserError(f"{path} does not fit its config: {key} is {shape}, expected {tuple(wanted.shape)}")
 
 
 def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> None:

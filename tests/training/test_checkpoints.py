@@ -98,8 +98,44 @@ def test_verify_names_what_is_damaged_until_it_is_accepted(run, corpus, capsys):
         checkpoints.verify(folder, False, small.QUIET)
     with refused("is the folder of an unfinished run"):
         checkpoints.verify(run, True, small.QUIET)
-    with refused("holds no model"):  # but tokens, with a manifest of another kind
+    with refused("is a corpus, which cannot be changed: run linformers prepare again"):
         checkpoints.verify(corpus, True, small.QUIET)
+    with refused("holds no model, checkpoint, tokenizer or corpus"):
+        checkpoints.verify(corpus.parent, True, small.QUIET)
+
+
+def test_verify_a_corpus_and_a_tokenizer(corpus, tmp_path, capsys):
+    copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
+    for folder in (copy, copy / "tokenizer"):
+        checkpoints.verify(folder, False, Console(width=500))
+        assert "is intact" in capsys.readouterr().out
+    flip(copy / "train-00000.bin")
+    with refused("train-00000.bin has sha256"):
+        checkpoints.verify(copy, False, small.QUIET)
+
+
+def test_accepting_says_what_changed_and_refuses_what_no_model_works_without(finished, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished / "checkpoint-24", tmp_path / "copy"))
+    (folder / "training.json").write_text("{}")
+    (folder / "optimizer.safetensors").unlink()
+    checkpoints.verify(folder, True, Console(width=500))
+    shown = capsys.readouterr().out
+    assert f"{folder / 'training.json'} was changed: accepted" in shown
+    assert f"{folder / 'optimizer.safetensors'} is gone: forgotten" in shown
+    assert f"{folder / 'config.json'} is intact" in shown
+    for name in ("config.json", "model.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        with refused(f"{folder / name} is missing, and the model does not work without it: restore it"):
+            checkpoints.verify(folder, True, small.QUIET)
+        (folder / name).write_bytes(content)
+    (folder / "model.safetensors").write_bytes(b"")
+    with refused("model.safetensors is damaged or truncated"):
+        checkpoints.verify(folder, True, small.QUIET)
+    for name in ("manifest.json", "model.safetensors"):
+        (folder / name).unlink()
+    with refused("has a config.json but no safetensors"):
+        checkpoints.verify(folder, True, small.QUIET)
 
 
 def test_full_disk(corpus, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -110,6 +111,27 @@ def test_interrupted_seed_resumes(tuned, task, model, tmp_path, step):
     assert run(task, model, tmp_path) == 0
     for name in ("seed-0/best/result.json", "seed-1/best/result.json", "model/model.safetensors"):
         assert (tmp_path / name).read_bytes() == (tuned / name).read_bytes()
+
+
+def test_the_card_of_a_finished_model_may_be_edited(tuned, task, model, tmp_path):
+    out = Path(shutil.copytree(tuned, tmp_path / "copy"))
+    card, config = out / "model" / "README.md", out / "model" / "config.json"
+    card.write_text("My notes.")
+    config.write_text(config.read_text().replace('"dogs"', '"hounds"'))
+    checkpoints.verify(out / "model", True, small.QUIET)
+    assert run(task, model, out) == 0
+    assert (card.read_text(), "hounds" in config.read_text()) == ("My notes.", True)
+    (out / "results.json").unlink()
+    assert run(task, model, out) == 0
+    assert "Fine-tuned from" in card.read_text()
+
+
+def test_a_wrong_model_leaves_no_trace(task, model, tmp_path):
+    spoiled = Path(shutil.copytree(model, tmp_path / "model"))
+    os.truncate(spoiled / "model.safetensors", 100)
+    with refused("model.safetensors is damaged or truncated"):
+        run(task, spoiled, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_finished_seeds_are_not_run_again_unless_their_weights_are_lost(tuned, task, model, tmp_path, monkeypatch):

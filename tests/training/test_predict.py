@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, pipeline
 
 from linformers import LinformerForMaskedLM, pretrained
-from linformers.training import predict
+from linformers.training import checkpoints, predict
 
 from ..modes import refused
 from . import small
@@ -119,6 +120,38 @@ def test_damaged_models_are_named(kind, name, model, corpus, tmp_path):
         for use in (lambda: answers(folder, ["a <mask>"]), lambda: evaluate(folder, data=corpus)):
             with refused(f"{folder / name} "):
                 use()
+
+
+def test_weights_that_the_config_asks_for_are_not_made_up(model, corpus, tmp_path):
+    """A config with more layers, or wider ones, whose hash was accepted."""
+    for fields, message in [
+        ({"num_hidden_layers": 3}, "lacks 16 of the weights of its config, such as layers.2.attention.key.bias"),
+        ({"hidden_size": 32}, "does not fit its config: linformer.embeddings.norm.bias is (16,), expected (32,)"),
+        (
+            {"intermediate_size": 40},
+            "config: linformer.layers.0.feed_forward.intermediate.bias is (32,)",
+        ),
+        ({"vocab_size": 100}, "has vocab_size=100, but the ids of its tokenizer reach 299"),
+    ]:
+        folder = Path(shutil.copytree(model, tmp_path / str(fields)))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+        checkpoints.verify(folder, True, small.QUIET)
+        with refused(message):
+            answers(folder, ["a <mask>"])
+        with refused("embeddings" if "vocab_size" in fields else message):
+            evaluate(folder, data=corpus)
+
+
+def test_nan_is_no_answer(model, tuned, tmp_path):
+    for name, folder in (("masked", model), ("classifier", tuned / "model")):
+        spoiled = Path(shutil.copytree(folder, tmp_path / name))
+        weights = load_file(folder / "model.safetensors")
+        weights["linformer.embeddings.norm.weight"].fill_(torch.nan)
+        save_file(weights, spoiled / "model.safetensors", {"format": "pt"})
+        checkpoints.verify(spoiled, True, small.QUIET)
+        with refused(f"model={str(spoiled)!r} computes NaN"):
+            answers(spoiled, ["a <mask>"])
 
 
 def test_evaluate(tuned, model, corpus, files):

@@ -33,6 +33,15 @@ def test_long_documents(tmp_path):
     assert texts_of(Corpus.open(tmp_path / "out"), "train") == [*TEXTS[:20], book, unbroken, "after"]
 
 
+def test_long_words_do_not_slow_the_tokenizer_down(tmp_path):
+    """It learns from the other words, since theirs would take minutes. The tokens hold every word."""
+    words = ["ab" * 2**17, "#" * 2**18]
+    source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:20], *words])
+    run([source], tmp_path / "out", validation=[write_jsonl(tmp_path / "v.jsonl", ["valid"])], vocab_size=400)
+    assert texts_of(Corpus.open(tmp_path / "out"), "train")[20:] == words
+    assert max(map(len, Corpus.open(tmp_path / "out").tokenizer().get_vocab())) < 20
+
+
 def test_batches_have_a_bounded_size():
     documents = [("train", text(0, 100_000)), *(("train", item) for item in TEXTS), ("validation", "a")] * 5
     batches = list(prepare._batches(iter(documents)))
@@ -157,7 +166,7 @@ def test_damage_above_a_share_is_refused_and_below_it_reported(tmp_path):
     lines = source.read_bytes().splitlines(keepends=True)
     lines[7] = b'{"text": "caf\xe9"}\n'
     source.write_bytes(b"".join([*lines, b'{"text": ["a", "list"]}\n']))
-    found = f"{source}, line 8 is not UTF-8: there are 2 damaged lines or rows in 200 documents, more than max_damaged="
+    found = f"{source}, line 8 is not UTF-8: found 2 damaged lines or rows in 200 documents, more than max_damaged="
     for share in (0.001, 0.009):
         with refused(f"{found}{share} allows"):
             run([source], tmp_path / "out", max_damaged=share)
@@ -173,7 +182,7 @@ def test_damage_above_a_share_is_refused_and_below_it_reported(tmp_path):
 
 def test_a_table_without_any_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
-    with refused("a.jsonl, line 1: 'text' is of type int, not text: there are 2 damaged lines or rows in 0 documents"):
+    with refused("a.jsonl, line 1: 'text' is of type int, not text: found 2 damaged lines or rows in 0 documents"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
 
 

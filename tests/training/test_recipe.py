@@ -40,6 +40,15 @@ def test_changes(compile, tmp_path):
     assert changed.model == {"projected_length": 64, "sharing": "none", "num_hidden_layers": 3}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), (".5", 0.5), ("2.", 2.0), ("2", 2), ("017", 17), ("1_000", 1000), ("+3", 3)]
+)
+def test_numbers_are_decimal(text, value, tmp_path):
+    """Also where YAML 1.1 reads octal numbers, or text."""
+    read = recipes.read(write(tmp_path), [f"model.projection_scale={text}"]).model["projection_scale"]
+    assert (type(read), read) == (type(value), value)
+
+
 def test_base(tmp_path):
     write(tmp_path, model={"projected_length": 64, "hidden_size": 96}, learning_rate=1e-3)
     write(tmp_path, "empty.yaml", model=None)
@@ -75,7 +84,12 @@ WRONG_VALUES |= {"shard": "maybe", "out": None, "schedule": "linaer", "precision
         ("model.projected_length=5000", "projected_length=5000"),
         ("steps", "'steps' is not of the form key=value"),
         ("steps=[1", "'steps=[1': the value is not YAML"),
-        ("steps=2026-99-99", "'steps=2026-99-99': the value is not YAML"),
+        ("steps=2026-99-99", "steps='2026-99-99' must be a positive integer"),
+        ("steps=1:30", "steps='1:30' must be a positive integer"),
+        ("steps=0x10", "steps='0x10' must be a positive integer"),
+        ("steps={a: 1, a: 2}", "the value is not YAML"),
+        ("start=", "'start=' has no value; for none, write start=null"),
+        ("workers=257", "workers=257 must be an integer from 0 to 256"),
     ],
 )
 def test_wrong_changes(tmp_path, change, message):
@@ -86,11 +100,12 @@ def test_wrong_changes(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        *((f"base: {base}\n", f"base={base!r}") for base in ("none.yaml", "r.yaml", 5)),
+        *((f"base: {base}\n", f"base={base!r}") for base in ("none.yaml", "r.yaml", "../r.yaml", "/etc/passwd", 5)),
         ("- 1\n", "r.yaml is not a recipe"),
         ("a: [\n", "r.yaml cannot be parsed"),
         ("a: \udcff\n", "r.yaml cannot be parsed"),
-        ("a: 2026-99-99\n", "r.yaml cannot be parsed: month must be in 1..12"),
+        ("a: 1\nb: 2\na: 3\n", "r.yaml cannot be parsed: the key 'a' occurs twice"),
+        ("model: {a: 1, a: 2}\n", "r.yaml cannot be parsed: the key 'a' occurs twice"),
         ("a: &a [1]\nb: [*a, *a]\n", "r.yaml cannot be parsed: a recipe cannot have aliases"),
         ("a: " + "[" * 10**5, "r.yaml cannot be parsed: its lists and tables are nested more than 16 deep"),
         (f"a: {'9' * 1001}\n", "r.yaml cannot be parsed: a value has more than 1,000 characters"),

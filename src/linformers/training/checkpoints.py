@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..checks import check_no_run
+from ..checks import check_no_run, check_weights_open
 from ..errors import UserError
 from ..files import (
     MANIFEST,
@@ -31,6 +31,7 @@ from ..files import (
     write_file,
     write_manifest,
 )
+from .corpus import Corpus
 
 # What a run, or a seed of one, leaves in its folder.
 TRACES = ("model", "checkpoint-*", "seed-*/checkpoint-*", "seed-*/best")
@@ -43,23 +44,72 @@ def model_hash(folder: Path) -> str:
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
+def load_whole(model_class: Any, folder: Path, new: str | None = None, **options: Any) -> Any:
+    """`model_class.from_pretrained(folder)`, but weights that are missing raise a `UserError` instead of starting anew.
+
+    `new` begins the names of those that may be missing, after the prefix of the base model.
+    """
+    model, report = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    names = sorted(name.removeprefix(f"{model.base_model_prefix}.") for name in report["missing_keys"])
+    if missing := [name for name in names if new is None or not name.startswith(new)]:
+        raise UserError(
+            f"model={str(folder)!r} lacks {len(missing)} of the weights of its config, such as {missing[0]}"
+        )
+    return model
+
+
 def verify(folder: Path, accept: bool, console: Console) -> None:
-    """Print which listed files are intact, and raise if one is not; `accept` first rewrites the manifest."""
+    """Print which listed files are intact, and raise if one is not; `accept` rewrites the manifest instead.
+
+    Args:
+        folder: of a model, a checkpoint, a tokenizer or a corpus; a corpus cannot be accepted.
+    """
     check_no_run("folder", folder)
-    if not (folder / "config.json").exists() and not any(folder.glob("*.safetensors")):
-        raise UserError(f"folder={str(folder)!r} holds no model or checkpoint")
-    if accept:
-        write_manifest(folder)
-    if not (folder / MANIFEST).exists():
+    if any(folder.glob("train-*.bin")):
+        if accept:
+            raise UserError(
+                f"folder={str(folder)!r} is a corpus, which cannot be changed: run linformers prepare again"
+            )
+        Corpus.open(folder).verify()
+        lines = [f"{folder} is intact"]
+    elif not any((folder / name).exists() for name in ("config.json", "tokenizer.json")) and not weights_in(folder):
+        raise UserError(f"folder={str(folder)!r} holds no model, checkpoint, tokenizer or corpus")
+    elif accept:
+        lines = list(accept_files(folder))
+    elif not (folder / MANIFEST).exists():
         raise UserError(f"folder={str(folder)!r} has no {MANIFEST}; to write one, run: {accepting(folder)}")
-    intact = True
-    for path, wrong in states(folder):
-        console.print(wrong or f"{path} is intact", markup=False, highlight=False, soft_wrap=True)
-        intact = intact and wrong is None
-    if not intact:
+    else:
+        lines = [wrong or f"{path} is intact" for path, wrong in states(folder)]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not accept and any(not line.endswith("is intact") for line in lines):
         raise UserError(
             f"folder={str(folder)!r} is damaged; restore it or, if it was changed on purpose, run: {accepting(folder)}"
         )
+
+
+def accept_files(folder: Path) -> Iterator[str]:
+    """Rewrite the manifest, and say what became of each file that it listed; what no model works without must exist."""
+    found = []
+    with suppress(UserError):  # a damaged manifest is replaced
+        found = list(states(folder)) if (folder / MANIFEST).exists() else []
+    for path, _ in found:
+        if not path.exists() and any(path.match(pattern) for pattern in MODEL_FILES):
+            raise UserError(f"{path} is missing, and the model does not work without it: restore it")
+    if (folder / "config.json").exists() and not weights_in(folder):
+        raise UserError(f"folder={str(folder)!r} has a config.json but no safetensors: save the model again")
+    check_weights_open(folder)
+    write_manifest(folder)
+    for path, wrong in found:
+        yield (
+            f"{path} {'was changed: accepted' if wrong else 'is intact'}"
+            if path.exists()
+            else f"{path} is gone: forgotten"
+        )
+
+
+def weights_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
 
 
 def step_of(folder: Path) -> int:
@@ -116,7 +166,7 @@ def claim(run: Path, kind: str, settings: dict[str, Any], free: Sequence[str] = 
         write_file(path, json.dumps(settings, indent=1) + "\n")
         return
     if not path.exists():
-        raise UserError(f"out={str(run)!r} holds a model of unknown origin; choose another folder")
+        raise UserError(f"out={str(run)!r} holds a run of unknown origin: run.json is missing; choose another folder")
     try:
         saved = _flat(read_json(path))
         saved_kind = saved["kind"]

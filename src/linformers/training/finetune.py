@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -66,6 +67,7 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
     A finished seed is not repeated, and an interrupted one resumes. Returns an exit code, see `trainer.train`.
     """
     runs = FineTuning(task, model, out, settings, console)
+    load_model(model, task.label_names, runs.max_length)  # what is wrong with it shows before anything is written
     make_folder("out", out)
     with checkpoints.locked(out):
         hashes = {"data": task.hash(), "weights": checkpoints.model_hash(model)}
@@ -180,6 +182,25 @@ class FineTuning:
             "seeds": seeds,
             "made_with": sentence(command),
         }
+        if not self._is_reported(results):
+            self._save_best(seeds, results, start_hash, command)
+        for name in ("accuracy", "f1"):
+            each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
+            mean = plus_minus(results[name], 2, scale=100)
+            self.console.print(f"{name} in %: {mean} (seeds: {each})", highlight=False)
+        where = f"on {len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
+        files = f"scores in {out / 'results.json'}, best model in {out / 'model'}"
+        self.console.print(where, files, sep="\n", markup=False, highlight=False)
+
+    def _is_reported(self, results: dict[str, Any]) -> bool:
+        """Whether an earlier call reported the same seeds; its card and config may have been edited since."""
+        with contextlib.suppress(UserError):
+            return read_json(self.out / "results.json")["seeds"] == results["seeds"] and not damage(self.out / "model")
+        return False
+
+    def _save_best(self, seeds: list[dict[str, Any]], results: dict[str, Any], start_hash: str, command: str) -> None:
+        """Write the scores, and the best model with its card."""
+        task, out = self.task, self.out
         best = max(seeds, key=lambda result: result["validation_accuracy"])
         weights = load_file(out / f"seed-{best['seed']}" / BEST / MODEL)
         text = f"""\
@@ -195,18 +216,11 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
         card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
         save_model(out / "model", classifier, weights, self.tokenizer, card)
         write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
-        for name in ("accuracy", "f1"):
-            each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
-            mean = plus_minus(results[name], 2, scale=100)
-            self.console.print(f"{name} in %: {mean} (seeds: {each})", highlight=False)
-        where = f"on {len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
-        files = f"scores in {out / 'results.json'}, best model in {out / 'model'}"
-        self.console.print(where, files, sep="\n", markup=False, highlight=False)
 
 
 def load_model(folder: Path, label_names: list[str], max_length: int) -> LinformerForSequenceClassification:
     """A classifier with the encoder of a saved model, lengthened if texts are longer than its n, and a new head."""
-    encoder = LinformerModel.from_pretrained(folder)
+    encoder = checkpoints.load_whole(LinformerModel, folder)
     if max_length > encoder.config.max_position_embeddings:
         encoder.resize_length(encoder.config.next_valid_length(max_length))
     encoder.config.id2label = dict(enumerate(label_names))

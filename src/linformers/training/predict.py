@@ -23,6 +23,7 @@ from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassi
 from ..checks import check_choice, check_model, check_share, check_size
 from ..errors import UserError
 from . import tasks
+from .checkpoints import load_whole
 from .corpus import Corpus, tokenizer_hash
 from .data import MAX_ROW, open_text
 from .rows import IGNORED, Vocabulary, already_batched, collate, encode, load_tokenizer, longest_first
@@ -86,7 +87,10 @@ def predict_lines(
         answers = iter(answer_all(inputs) if inputs else [])
         for number, text in batch:
             error = errors[number]
-            answer = next(answers) if error is None else {"error": error}
+            answer: dict[str, Any] = next(answers) if error is None else {"error": error}
+            best_answer = answer.get("guesses", [answer])[0]
+            if math.isnan(best_answer.get("score", 0)):
+                raise UserError(f"model={str(model)!r} computes NaN: its weights are damaged, or its training diverged")
             out.write(json.dumps({"text": text, **answer}, ensure_ascii=False) + "\n")
             if error not in (None, BLANK):
                 wrong.append(f"line {number} {error}")
@@ -208,7 +212,7 @@ def load_model(folder: Path, purpose: str) -> PreTrainedModel:
     """A saved model for a task of transformers' pipelines, in float32 on the GPU if there is one."""
     if (actual := purpose_of(folder)) != purpose:
         raise UserError(f"model={str(folder)!r} is for {actual}, not for {purpose}")
-    model = MODELS[purpose].from_pretrained(folder, dtype=torch.float32)
+    model = load_whole(MODELS[purpose], folder, dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ..checks import check_probability, check_share, check_size, make_folder
+from ..checks import check_probability, check_share, check_size, check_workers, make_folder
 from ..errors import UserError
 from ..files import damage, write_file, write_folder
 from ..progress import progress
@@ -41,6 +41,7 @@ from .corpus import (
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 SHARD = r"(train|validation)-\d{5,}\.bin"
+LONG_WORD = re.compile(r"(?<!\w)\w{1001,}|(?<![^\w\s])[^\w\s]{1001,}")
 OUR_FILES = re.compile(rf"{SHARD}|\.({SHARD}|manifest\.json|tokenizer|tokenizer\.removed)\.unfinished")
 BATCH_CHARACTERS = 2**18  # whose tokens take hundreds of bytes each until they are numbers
 TOKENIZER_CHARACTERS = 2**28  # the most text that a tokenizer is trained on
@@ -83,6 +84,7 @@ def prepare(
     check_probability("max_damaged", max_damaged)
     if not validation:
         check_share("validation_share", validation_share)
+    check_workers(workers)
     share = 0.0 if validation else validation_share
     all_sources = _find_sources(sources, validation, text_column, share, console)
     encoder = None if tokenizer is None else load_tokenizer(tokenizer, revision)
@@ -113,6 +115,8 @@ def prepare(
         damaged.check(max_damaged, sum(split["documents"] for split in splits.values()))
         if empty := [name for name, split in splits.items() if not split["documents"]]:
             cause = f"validation_share={share} leaves none; use --validation FILE" if share else "no source has text"
+            if not any(split["documents"] for split in splits.values()):
+                cause = "no source has text"
             raise UserError(f"there are no documents for {empty[0]}: {cause}")
         manifest = {
             "format": FORMAT,
@@ -168,7 +172,7 @@ class Source:
 
 @dataclass
 class Damage:
-    """Counts the lines that are not UTF-8 and the rows that are not text, and reports the first."""
+    """Counts the lines that are not UTF-8 and the texts that are none, and reports the first."""
 
     console: Console
     count: int = 0
@@ -182,12 +186,12 @@ class Damage:
 
     def check(self, most: float, documents: int) -> None:
         """Refuse more than a share of `most` of the documents."""
-        found = f"{self.count:,} damaged lines or rows in {documents:,} documents"
+        found = f"{self.count:,} damaged line{'s or rows' if self.count > 1 else ' or row'} in {documents:,} documents"
         if self.count > most * documents:
-            raise UserError(f"{self.first}: there are {found}, more than max_damaged={most} allows")
+            raise UserError(f"{self.first}: found {found}, more than max_damaged={most} allows")
         if self.count:
             self.console.print(
-                f"{found}: wrong bytes became U+FFFD, rows whose text is not a string were left out", style="yellow"
+                f"{found}: wrong bytes became U+FFFD, and rows without proper text were left out", style="yellow"
             )
 
 
@@ -224,7 +228,10 @@ def _find_sources(
 
 
 def _sample(sources: list[Source], documents: int) -> Iterator[str]:
-    """The text to train a tokenizer on: the first documents of each file, the same number from each."""
+    """The text to train a tokenizer on: the first documents of each file, the same number from each.
+
+    Without words of more than 1,000 letters or signs: the time to train grows with the square of their length.
+    """
     training = [source for source in sources if source.split == "train"]
     for number, source in enumerate(training):
         # Rounded so that the numbers add up to `documents`.
@@ -233,7 +240,7 @@ def _sample(sources: list[Source], documents: int) -> Iterator[str]:
         # Damage is counted later, when all documents are read.
         found = source.documents(damaged=lambda damage: None)
         for text in islice((text for split, text in found if split == "train"), count):
-            yield text[:characters]
+            yield LONG_WORD.sub(" ", text[:characters])
             characters -= len(text)
             if characters <= 0:
                 break

@@ -135,7 +135,8 @@ def load_start(recipe: Recipe, config: LinformerConfig, corpus: Corpus) -> Linfo
     if n != recipe.max_length:
         k = saved.projected_length if saved.projection == config.projection else None  # a new E is resized, too
         start = LinformerConfig(**{**config.to_dict(), "max_position_embeddings": n, "projected_length": k})
-    model = LinformerForMaskedLM.from_pretrained(folder, config=start, dtype=torch.float32)
+    new = "projections." if saved.projection != config.projection else None
+    model = checkpoints.load_whole(LinformerForMaskedLM, folder, new, config=start, dtype=torch.float32)
     model.resize_length(recipe.max_length, config.resolved().projected_length)  # to itself, if n is the same
     return model
 

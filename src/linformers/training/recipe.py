@@ -7,10 +7,11 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -77,7 +78,7 @@ class Recipe:
             raise UserError(f"out={self.out!r} and data={self.data!r} must not contain each other")
         fields: dict[Any, tuple[str, ...]] = {
             checks.check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
-            _check_count: ("warmup_steps", "workers", "rows_at_once", "seed"),
+            _check_count: ("warmup_steps", "rows_at_once", "seed"),
             checks.check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm"),
             checks.check_probability: ("adam_beta1", "adam_beta2", "weight_decay", "short_rows"),
             checks.check_share: ("mask_share",),
@@ -86,6 +87,7 @@ class Recipe:
         for check, names in fields.items():
             for name in names:
                 check(name, getattr(self, name))
+        checks.check_workers(self.workers)
         checks.check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
         checks.check_choice("precision", self.precision, PRECISIONS)
         checks.check_choice("compile", self.compile, COMPILE)
@@ -148,6 +150,8 @@ def read(path: Path, changes: Sequence[str] = ()) -> Recipe:
 def _parse(change: str) -> dict[str, Any]:
     """The keys and values that a change such as `steps=100` sets."""
     name, equals, text = change.partition("=")
+    if equals and not text.strip():
+        raise UserError(f"{change!r} has no value; for none, write {name}=null")
     if not equals:
         raise UserError(f"{change!r} is not of the form key=value, such as steps=100")
     try:
@@ -162,7 +166,12 @@ def _parse(change: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, which YAML 1.1 reads as text; without aliases, and of bounded size."""
+    """YAML whose numbers are decimal, such as 1e-3, 017 or 1_000; without aliases or repeated keys, of bounded size."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float", ":timestamp"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     depth = 0
 
@@ -174,14 +183,24 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(str(key.value) for key, _ in node.value)
+            if twice := [key for key, count in keys.items() if count > 1]:
+                raise yaml.YAMLError(f"the key {twice[0]!r} occurs twice")
         if isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_CHARACTERS:
             raise yaml.YAMLError(f"a value has more than {MAX_CHARACTERS:,} characters")
         return node
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+def _number(kind: Callable[[str], float]) -> Callable[[_Loader, Any], float]:
+    return lambda loader, node: kind(node.value.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+for _kind, _pattern in (int, r"[-+]?\d[\d_]*"), (float, _FLOAT):
+    _tag = f"tag:yaml.org,2002:{_kind.__name__}"
+    _Loader.add_implicit_resolver(_tag, re.compile(f"({_pattern})$"), list("-+.0123456789"))
+    _Loader.add_constructor(_tag, _number(_kind))
 
 
 def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -197,7 +216,8 @@ def _load(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, dict[st
     base = values.pop("base", None)
     if base is None:
         return values, variants
-    if not isinstance(base, str) or depth > 8 or not (path.parent / base).is_file():
+    in_folder = isinstance(base, str) and Path(base).name == base
+    if not in_folder or depth > 8 or not (path.parent / base).is_file():
         raise UserError(f"{path} has base={base!r}, expected the name of another recipe in the same folder")
     return _merge(_load(path.parent / base, depth + 1)[0], values), variants
 

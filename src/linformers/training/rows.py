@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import LinformerConfig
 from ..checks import check_model
 from ..errors import UserError
-from .corpus import TokenStream, open_tokenizer
+from .corpus import TokenStream, open_tokenizer, vocabulary_size
 from .prepare import MODEL_INPUTS
 
 IGNORED = -100  # the label of tokens that are not predicted
@@ -138,8 +138,12 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
     """A model's tokenizer; `max_length`, or all that the model takes, becomes its `model_max_length`."""
     check_model("model", folder)
     tokenizer = open_tokenizer(str(folder), f"model={str(folder)!r}", model_input_names=MODEL_INPUTS)
-    n = LinformerConfig.from_pretrained(folder).max_position_embeddings
-    tokenizer.model_max_length = max_length or min(n, tokenizer.model_max_length)
+    config = LinformerConfig.from_pretrained(folder)
+    if (ids := vocabulary_size(tokenizer)) > config.vocab_size:
+        raise UserError(
+            f"model={str(folder)!r} has vocab_size={config.vocab_size}, but the ids of its tokenizer reach {ids - 1}"
+        )
+    tokenizer.model_max_length = max_length or min(config.max_position_embeddings, tokenizer.model_max_length)
     return tokenizer
 
 
