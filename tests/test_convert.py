@@ -1,118 +1,207 @@
-"""RoBERTa's weights in the Transformer twin give RoBERTa's outputs."""
+"""The weights of other encoders in the Transformer twin give their outputs, and in a Linformer a start."""
 
 import pytest
 import torch
 import transformers
-from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
+from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 
 from linformers import LinformerModel
-from linformers.convert import SAME_FIELDS, from_roberta
+from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_pretrained
 
 from . import modes
 from .modes import refused
 
+SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "type_vocab_size": 2}
+SIZES |= {"intermediate_size": 24, "max_position_embeddings": 25}
+CLASSES = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert", "bert": "Bert"}
+CLASSES |= {"distilbert": "DistilBert", "electra": "Electra"}
+HEADS = ["ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForSequenceClassification"]
 
-def roberta(model_class, **fields):
-    sizes = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 24, "max_position_embeddings": 25, "type_vocab_size": 1}
-    model = model_class(RobertaConfig(**{**sizes, **fields})).eval()
+
+def original(kind, head="Model", **fields):
+    """A small model of transformers with random weights everywhere."""
+    config_class = getattr(transformers, f"{CLASSES[kind]}Config")
+    sizes = dict(SIZES)
+    if kind == "distilbert":
+        sizes["hidden_dim"] = sizes.pop("intermediate_size")
+    if kind == "electra":
+        sizes["embedding_size"] = 12
+    pad = {"pad_token_id": 1} if "pad_token_id" not in fields else {}
+    model = getattr(transformers, CLASSES[kind] + head)(config_class(**{**sizes, **pad, **fields})).eval()
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("orm.weight" in name), std=0.2)
+        torch.nn.init.normal_(parameter, mean=float("orm.weight" in name or "layer_norm.weight" in name), std=0.2)
     return model
 
 
-def padded_batch():
+def roberta(model_class, **fields):
+    return original("roberta", model_class.__name__.removeprefix("Roberta"), **fields)
+
+
+def padded_batch(left=False):
+    """Padding on the right, as tokenizers put it; RoBERTa derives positions from it wherever it is."""
     ids = torch.randint(3, 31, (4, 20))
-    ids[0, :5] = 1
     ids[1, 12:] = 1
-    ids[2, 7:11] = 1
+    if left:
+        ids[0, :5] = 1
+        ids[2, 7:11] = 1
     return ids, ids != 1
 
 
+def assert_near(result, expected):
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    "fields", [{}, {"pad_token_id": 3}, {"type_vocab_size": 2}, {"layer_norm_eps": 1e-12}], ids=str
-)
-def test_hidden_states(fields, attn_implementation):
-    original = roberta(RobertaModel, **fields)
-    twin = from_roberta(original, attn_implementation=attn_implementation)
-    ids, mask = padded_batch()
-    if "pad_token_id" in fields:
-        ids = torch.where(mask, ids.clamp(min=4), 3)
-    types = torch.randint(2, ids.shape) if fields.get("type_vocab_size") == 2 else None
-    inputs = {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types, "output_hidden_states": True}
-    expected, result = original(**inputs).hidden_states, twin(**inputs).hidden_states
+@pytest.mark.parametrize("kind", CLASSES)
+def test_hidden_states(kind, attn_implementation):
+    model = original(kind)
+    twin = from_pretrained(model, projection="identity", attn_implementation=attn_implementation)
+    ids, mask = padded_batch(left="bert" in kind and kind not in ("bert", "distilbert"))
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "output_hidden_states": True}
+    if kind != "distilbert":
+        inputs["token_type_ids"] = torch.randint(2, ids.shape)
+    expected, result = model(**inputs).hidden_states, twin(**inputs).hidden_states
     assert len(result) == len(expected) == 4
     for ours, theirs in zip(result, expected, strict=True):
-        torch.testing.assert_close(ours[mask], theirs[mask], rtol=0, atol=1e-5)
-    assert twin.config.max_position_embeddings == 25 - original.config.pad_token_id - 1
+        assert_near(ours[mask], theirs[mask])
+    assert twin.config.max_position_embeddings == 25 - (2 if "roberta" in kind or kind == "camembert" else 0)
 
 
-HEADS = ["MaskedLM", "TokenClassification", "QuestionAnswering", "SequenceClassification"]
+@pytest.mark.parametrize("fields", [{"pad_token_id": 3}, {"type_vocab_size": 1}, {"layer_norm_eps": 1e-5}], ids=str)
+def test_variants_of_roberta(fields):
+    model, (ids, mask) = roberta(RobertaModel, **fields), padded_batch(left=True)
+    ids = torch.where(mask, ids.clamp(min=4), fields.get("pad_token_id", 1))
+    result = from_pretrained(model, projection="identity")(ids, mask).last_hidden_state
+    assert_near(result[mask], model(ids, mask).last_hidden_state[mask])
+
+
+def test_electra_whose_embeddings_have_the_size_of_the_layers():
+    model, (ids, mask) = original("electra", embedding_size=16), padded_batch()
+    twin = from_pretrained(model, projection="identity")
+    assert twin.embeddings.project is None
+    assert_near(twin(ids, mask).last_hidden_state[mask], model(ids, mask).last_hidden_state[mask])
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads(head):
-    original = roberta(getattr(transformers, f"RobertaFor{head}"), id2label={0: "a", 1: "b"})
-    ids, mask = padded_batch()
-    twin = from_roberta(original)
-    # RoBERTa classifies texts by their first position, even if it is padding.
-    compared = [1, 2, 3] if head == "SequenceClassification" else mask
-    for result, expected in zip(twin(ids, mask)[:], original(ids, mask)[:], strict=True):
-        torch.testing.assert_close(result[compared], expected[compared], rtol=0, atol=1e-5)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_heads(kind, head):
+    model = original(kind, head, id2label={0: "a", 1: "b"})
+    ids, mask = padded_batch(left=kind == "roberta" and head != "ForSequenceClassification")
+    twin = from_pretrained(model, projection="identity")
+    compared = slice(None) if head == "ForSequenceClassification" else mask
+    for result, expected in zip(twin(ids, mask)[:], model(ids, mask)[:], strict=True):
+        assert_near(result[compared], expected[compared])
     assert twin.config.id2label == {0: "a", 1: "b"}
 
 
+def test_heads_for_pretraining():
+    """BERT's keeps its masked words, without the next sentence; ELECTRA's discriminator has none of ours."""
+    ids, mask = padded_batch()
+    model = original("bert", "ForPreTraining")
+    result = from_pretrained(model, projection="identity")(ids, mask).logits
+    assert_near(result[mask], model(ids, mask).prediction_logits[mask])
+    model = original("electra", "ForPreTraining")
+    result = from_pretrained(model, projection="identity")(ids, mask).last_hidden_state
+    assert_near(result[mask], model.electra(ids, mask).last_hidden_state[mask])
+
+
+def test_every_architecture_is_tested():
+    assert CLASSES.keys() == ARCHITECTURES.keys()
+
+
 def test_linformer_with_the_weights_of_roberta():
-    original = roberta(RobertaForMaskedLM)
-    model = from_roberta(original, projection="linear", projected_length=23, sharing="layerwise")
+    model = roberta(RobertaForMaskedLM)
+    options = {"length": 23, "local_window": 0, "projection_init": "window"}
+    linformer = from_pretrained(model, projected_length=23, sharing="layerwise", **options)
     ids = torch.randint(3, 31, (2, 19))
     # With k = n each window is one token, so this Linformer starts as RoBERTa.
-    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=1e-5)
-    assert from_roberta(original, projection="linear", projected_length=5)(ids).logits.shape == (2, 19, 31)
+    assert_near(linformer(ids).logits, model(ids).logits)
     # A window that sees everything, and no projected keys.
-    near = from_roberta(original, projection="none", local_window=23)
-    torch.testing.assert_close(near(ids).logits, original(ids).logits, rtol=0, atol=1e-5)
+    near = from_pretrained(model, 23, projection="none", local_window=23)
+    assert_near(near(ids).logits, model(ids).logits)
 
 
-def test_fields_dtype_and_mode_are_those_of_roberta():
-    model = from_roberta(roberta(RobertaModel).bfloat16().train())
+def test_the_defaults_are_for_long_text():
+    config = from_pretrained(roberta(RobertaModel)).config
+    assert (config.max_position_embeddings, config.projected_lengths[0][0], config.local_windows[0]) == (4096, 256, 64)
+    assert from_pretrained(roberta(RobertaModel), 100, projected_length=7).config.projected_length == 7
+
+
+def test_fields_dtype_and_mode_are_those_of_the_original():
+    model = from_pretrained(roberta(RobertaModel).bfloat16().train(), projection="identity")
     assert (model.dtype, model.training) == (torch.bfloat16, True)
-    original = roberta(RobertaForSequenceClassification, hidden_dropout_prob=0.3, classifier_dropout=0.2)
-    config = from_roberta(original).config
+    model = roberta(RobertaForSequenceClassification, hidden_dropout_prob=0.3, classifier_dropout=0.2)
+    config = from_pretrained(model, projection="identity").config
     for field in (*SAME_FIELDS, "num_labels"):
-        assert getattr(config, field) == getattr(original.config, field)
-    assert from_roberta(original, hidden_dropout_prob=0.0).config.hidden_dropout_prob == 0.0
+        assert getattr(config, field) == getattr(model.config, field)
+    assert from_pretrained(model, hidden_dropout_prob=0.0).config.hidden_dropout_prob == 0.0
 
 
 @pytest.mark.parametrize("length", [10, 40])
 def test_another_length(length):
-    original = roberta(RobertaModel)
-    twin = from_roberta(original, max_position_embeddings=length)
-    positions = original.embeddings.position_embeddings.weight[2:]
-    ours = twin.embeddings.position_embeddings.weight
-    assert ours.shape == (length, 16)
+    model = roberta(RobertaModel)
+    twin = from_pretrained(model, length, projection="identity")
+    positions, ours = model.embeddings.position_embeddings.weight[2:], twin.embeddings.position_embeddings.weight
+    assert torch.equal(ours, positions[torch.arange(length) % len(positions)])
     if length == 10:
         ids = torch.randint(3, 31, (2, 10))
-        torch.testing.assert_close(twin(ids).last_hidden_state, original(ids).last_hidden_state, rtol=0, atol=1e-5)
-    else:
-        assert torch.equal(ours, positions[torch.arange(length) % len(positions)])
-    pooled = from_roberta(original, max_position_embeddings=64, projection="mean", projected_length=16)
+        assert_near(twin(ids).last_hidden_state, model(ids).last_hidden_state)
+    pooled = from_pretrained(model, 64, projection="mean", projected_length=16, local_window=0)
     assert pooled(torch.randint(3, 31, (2, 60))).last_hidden_state.shape == (2, 60, 16)
 
 
-def test_another_architecture_is_refused():
-    with refused("from_roberta takes one of RobertaModel, "):
-        from_roberta(LinformerModel(modes.config()))
+@pytest.mark.parametrize(("kind", "head"), [("bert", "Model"), ("electra", "ForPreTraining"), ("distilbert", HEADS[3])])
+def test_folders(kind, head, tmp_path):
+    """The class that the folder names, with its head."""
+    model, (ids, mask) = original(kind, head), padded_batch()
+    model.save_pretrained(tmp_path)
+    for source in (tmp_path, str(tmp_path)):
+        results = (from_pretrained(own, projection="identity")(ids, mask)[0] for own in (source, model))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("MPNet", "a model of type 'mpnet' cannot be converted: its attention has relative position biases"),
+        ("Albert", "a model of type 'albert' cannot be converted: its layers share their weights"),
+        (
+            "Funnel",
+            "a model of type 'funnel' cannot be converted: use one of roberta, xlm-roberta, camembert, bert, dis",
+        ),
+    ],
+)
+def test_other_architectures_are_refused(kind, message, tmp_path):
+    config = getattr(transformers, f"{kind}Config")()
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    with refused(message):
+        from_pretrained(model)
+    config.save_pretrained(tmp_path)
+    with refused(message):
+        from_pretrained(tmp_path)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    with refused("a model of type 'linformer' cannot be converted"):
+        from_pretrained(LinformerModel(modes.config()))
+    with refused("BertForMultipleChoice has a head without a counterpart: load its encoder with AutoModel"):
+        from_pretrained(original("bert", "ForMultipleChoice"))
+    with refused("BertForMaskedLM has hidden_act='relu' in its head for masked words, ours has GELU"):
+        from_pretrained(original("bert", "ForMaskedLM", hidden_act="relu"))
+    with refused(f"model={str(tmp_path)!r} does not load: "):
+        from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("fields", "changes", "fragment"),
     [
-        ({"is_decoder": True}, {}, "the RoBERTa model has is_decoder=True"),
-        ({"pad_token_id": None}, {}, "the RoBERTa model has pad_token_id=None"),
+        ({"is_decoder": True}, {}, "the model has is_decoder=True"),
+        ({"pad_token_id": None}, {}, "the model has pad_token_id=None"),
         *(({}, {name: 32}, f"{name}=32 is not supported") for name in ("hidden_size", "norm_first", "num_labels")),
+        ({}, {"position_embedding_type": "rotary"}, "position_embedding_type='rotary' is not supported"),
         ({}, {"sharing": "none", "projection": "identity"}, "sharing='none' has no effect"),
+        ({}, {"max_position_embeddings": 32}, "pass it to convert.from_pretrained as length"),
         ({}, {"projecton": "linear"}, "did you mean 'projection'?"),
         ({}, {"k": 3}, "did you mean 'projected_length'?"),
         ({}, {"nonsense": 3}, "nonsense=3 is not a field of LinformerConfig"),
@@ -120,4 +209,9 @@ def test_another_architecture_is_refused():
 )
 def test_invalid_changes_are_named(fields, changes, fragment):
     with refused(fragment):
-        from_roberta(roberta(RobertaModel, **fields), **changes)
+        from_pretrained(roberta(RobertaModel, **fields), **changes)
+
+
+def test_the_config_of_roberta_is_refused_with_the_way_to_convert_it():
+    with pytest.raises(TypeError, match=r"linformers\.convert\.from_pretrained converts other encoders"):
+        LinformerModel(RobertaConfig())

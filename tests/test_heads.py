@@ -13,7 +13,7 @@ from linformers import (
 )
 from linformers.auto import AUTO_CLASSES
 from linformers.errors import UserError
-from linformers.modeling import mean_of_real_tokens
+from linformers.pooling import mean_of_real_tokens
 
 from . import modes
 from .modes import random_model, refused

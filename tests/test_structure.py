@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "shipped"},
     {"files"},
     {"checks"},
-    {"config", "reference", "losses"},
+    {"config", "reference", "losses", "pooling"},
     {"ops"},
     {"projections"},
     {"attention", "resizing"},

@@ -108,6 +108,9 @@ class LinformerConfig(PreTrainedConfig):
             attention score with itself is about this value (without a local window, $\sqrt{n/k}$ times this value).
             `None`: they start independently, as in RoBERTa.
         norm_first: LayerNorm before each block and after the last one (pre-norm) instead of RoBERTa's post-norm.
+        embedding_size: the channels of the embeddings, which a linear layer maps to `hidden_size` as in ELECTRA; `None`
+            means `hidden_size`.
+        classifier_activation: of sequence classification, between its two linear layers.
         classifier_pooling: sequence classification uses the first real token (`"cls"`) or the `"mean"` of all of them.
         sparse_prediction: masked-language modeling computes logits at labeled positions only.
         chunk_size_feed_forward: tokens of a batch per chunk of the feed-forward network, without gradients; 0: 16,384.
@@ -135,6 +138,8 @@ class LinformerConfig(PreTrainedConfig):
     eos_token_id: int | None = 2
     classifier_dropout: float | None = None
     classifier_pooling: str = "cls"
+    classifier_activation: str = "tanh"
+    embedding_size: int | None = None
     tie_word_embeddings: bool = True
     sparse_prediction: bool = False
 
@@ -323,6 +328,9 @@ class LinformerConfig(PreTrainedConfig):
             if (value := getattr(self, name, None)) is not None and value is not False:
                 raise UserError(f"{name}={value!r} is not supported: {NO_CAUSAL}")
         checks.check_choice("hidden_act", self.hidden_act, ACT2FN)
+        checks.check_choice("classifier_activation", self.classifier_activation, ACT2FN)
+        if self.embedding_size is not None:
+            checks.check_size("embedding_size", self.embedding_size, most=2**31)
         checks.check_choice("projection", self.projection, PROJECTIONS)
         checks.check_choice("sharing", self.sharing, SHARINGS)
         checks.check_choice("projection_init", self.projection_init, PROJECTION_INITS)

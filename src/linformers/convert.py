@@ -1,24 +1,170 @@
-"""Converts RoBERTa models: to the Transformer twin, which computes the same, or to the start of a Linformer."""
+"""Converts encoders of transformers: BERT, RoBERTa, DistilBERT and ELECTRA, with their heads.
+
+With `projection="identity"`, the result computes what the original computes; with `"linear"`, it has the original's
+weights, reads longer text, and its cost grows linearly.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from . import modeling
 from .checks import did_you_mean, nearest_name
 from .config import ALIASES, NO_CAUSAL, LinformerConfig
 from .errors import UserError
 
+# Our classes by what follows the name of the architecture in transformers' classes.
 CLASSES: dict[str, type[modeling.LinformerPreTrainedModel]] = {
-    "RobertaModel": modeling.LinformerModel,
-    "RobertaForMaskedLM": modeling.LinformerForMaskedLM,
-    "RobertaForSequenceClassification": modeling.LinformerForSequenceClassification,
-    "RobertaForTokenClassification": modeling.LinformerForTokenClassification,
-    "RobertaForQuestionAnswering": modeling.LinformerForQuestionAnswering,
+    "Model": modeling.LinformerModel,
+    "ForMaskedLM": modeling.LinformerForMaskedLM,
+    "ForSequenceClassification": modeling.LinformerForSequenceClassification,
+    "ForTokenClassification": modeling.LinformerForTokenClassification,
+    "ForQuestionAnswering": modeling.LinformerForQuestionAnswering,
+}
+
+Names = tuple[tuple[str, str], ...]
+
+# Parts of parameter names and of ours, replaced in this order.
+ENCODER: Names = (
+    ("embeddings_project", "embeddings.project"),
+    ("embeddings.LayerNorm", "embeddings.norm"),
+    ("encoder.layer.", "layers."),
+    ("attention.self.", "attention."),
+    ("attention.output.dense", "attention.output"),
+    ("attention.output.LayerNorm", "attention_norm"),
+    ("intermediate.dense", "feed_forward.intermediate"),
+    (".output.LayerNorm", ".feed_forward_norm"),
+    (".output.dense", ".feed_forward.output"),
+    ("qa_outputs", "classifier"),
+)
+DISTILBERT: Names = (
+    ("embeddings.LayerNorm", "embeddings.norm"),
+    ("transformer.layer.", "layers."),
+    ("attention.q_lin", "attention.query"),
+    ("attention.k_lin", "attention.key"),
+    ("attention.v_lin", "attention.value"),
+    ("attention.out_lin", "attention.output"),
+    ("sa_layer_norm", "attention_norm"),
+    ("ffn.lin1", "feed_forward.intermediate"),
+    ("ffn.lin2", "feed_forward.output"),
+    ("output_layer_norm", "feed_forward_norm"),
+    ("vocab_transform", "head.dense"),
+    ("vocab_layer_norm", "head.norm"),
+    ("vocab_projector", "head.decoder"),
+    ("qa_outputs", "classifier"),
+)
+# The same for two layers of a classifier, whose names would otherwise be those of one.
+POOLED: Names = (("classifier.", "classifier.output."), ("linformer.pooler.dense", "classifier.dense"))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How transformers builds and names a kind of encoder.
+
+    Attributes:
+        prefix: of the encoder's weights in a model with a head.
+        names: parts of parameter names and of ours.
+        classifier: the same for sequence classification alone.
+        activation: of sequence classification.
+        own_activation: whether the head for masked words uses `hidden_act`; ours uses GELU.
+        fields: the names of our fields that its config calls otherwise, or their values.
+        without: parts of models that a Linformer does not have.
+        heads: classes whose head is another or none, by what follows the architecture's name.
+    """
+
+    prefix: str
+    names: Names
+    classifier: Names = ()
+    activation: str = "tanh"
+    own_activation: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ("pooler.",)
+    heads: Mapping[str, str] = field(default_factory=dict)
+
+
+ROBERTA = Architecture(
+    prefix="roberta",
+    names=(
+        *ENCODER,
+        ("lm_head.layer_norm", "head.norm"),
+        ("lm_head.", "head."),
+        ("classifier.out_proj", "classifier.output"),
+    ),
+    without=("pooler.", "lm_head.bias"),  # a second name of the decoder's bias
+)
+ARCHITECTURES = {
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "camembert": ROBERTA,
+    "bert": Architecture(
+        prefix="bert",
+        names=(
+            *ENCODER,
+            ("cls.predictions.transform.dense", "head.dense"),
+            ("cls.predictions.transform.LayerNorm", "head.norm"),
+            ("cls.predictions.decoder", "head.decoder"),
+        ),
+        classifier=POOLED,
+        own_activation=True,
+        without=("pooler.", "cls.predictions.bias", "cls.seq_relationship"),
+        heads={"ForPreTraining": "ForMaskedLM"},
+    ),
+    "distilbert": Architecture(
+        prefix="distilbert",
+        names=DISTILBERT,
+        classifier=(
+            ("pre_classifier.", "classifier.dense."),
+            ("classifier.weight", "classifier.output.weight"),
+            ("classifier.bias", "classifier.output.bias"),
+        ),
+        activation="relu",
+        own_activation=True,
+        fields={
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "classifier_dropout": "seq_classif_dropout",
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-12,
+        },
+    ),
+    "electra": Architecture(
+        prefix="electra",
+        names=(
+            *ENCODER,
+            ("generator_predictions.LayerNorm", "head.norm"),
+            ("generator_predictions.dense", "head.dense"),
+            ("generator_lm_head", "head.decoder"),
+            ("classifier.out_proj", "classifier.output"),
+        ),
+        activation="gelu",
+        without=("discriminator_predictions.",),
+        heads={"ForPreTraining": "Model"},
+    ),
+}
+# Why others cannot be converted.
+OBSTACLES = {
+    "mpnet": "its attention has relative position biases",
+    "deberta": "its attention has relative positions",
+    "deberta-v2": "its attention has relative positions",
+    "albert": "its layers share their weights",
+    "modernbert": "its layers have gated feed-forward networks and rotary positions in two bases",
+    "longformer": "it is long already, with attention of its own",
+    "big_bird": "it is long already, with attention of its own",
+    "t5": "it is an encoder with a decoder",
+    "bart": "it is an encoder with a decoder",
+    "gpt2": "it is a decoder, and Linformer has no causal mode",
+    "llama": "it is a decoder, and Linformer has no causal mode",
 }
 
 DROPOUT_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
@@ -29,111 +175,163 @@ SAME_FIELDS = (
 )
 PROJECTION_FIELDS = (
     *("projected_length", "sharing", "projection_init", "projection_scale"),
-    *("shifted_windows", "local_window"),
+    *("shifted_windows", "local_window", "initial_far_bias"),
 )
-# Fields that may differ from RoBERTa's: they change neither the shape nor the meaning of a weight.
+# Fields that may differ from the original's: they change neither the shape nor the meaning of a weight.
 FREE_FIELDS = (
-    *("max_position_embeddings", "projection", *PROJECTION_FIELDS, *DROPOUT_FIELDS),
-    *("sparse_prediction", "problem_type", "attn_implementation"),
+    "projection",
+    *PROJECTION_FIELDS,
+    *DROPOUT_FIELDS,
+    "sparse_prediction",
+    "problem_type",
+    "attn_implementation",
 )
 
-# Parts of RoBERTa's parameter names and of ours, replaced in this order.
-NAMES = (
-    ("roberta.", "linformer."),
-    ("embeddings.LayerNorm", "embeddings.norm"),
-    ("encoder.layer.", "layers."),
-    ("attention.self.", "attention."),
-    ("attention.output.dense", "attention.output"),
-    ("attention.output.LayerNorm", "attention_norm"),
-    ("intermediate.dense", "feed_forward.intermediate"),
-    (".output.LayerNorm", ".feed_forward_norm"),
-    (".output.dense", ".feed_forward.output"),
-    ("lm_head.layer_norm", "head.norm"),
-    ("lm_head.", "head."),
-    ("classifier.out_proj", "classifier.output"),
-    ("qa_outputs", "classifier"),
-)
+DEFAULT_LENGTH = 4096
 
 
 @torch.no_grad()
-def from_roberta(roberta: PreTrainedModel, **config: Any) -> modeling.LinformerPreTrainedModel:
-    """Copy a RoBERTa model into the Linformer class with the same head.
+def from_pretrained(
+    model: str | Path | PreTrainedModel,
+    length: int | None = None,
+    *,
+    projection: str = "linear",
+    revision: str | None = None,
+    **config: Any,
+) -> modeling.LinformerPreTrainedModel:
+    """Copy the weights of an encoder with full attention into the Linformer class with the same head.
 
-    By default the result is the Transformer twin (`projection="identity"`), which computes what RoBERTa computes if the
-    mask is `input_ids != pad_token_id`: RoBERTa derives positions from that, whatever mask it is given. RoBERTa's
-    pooler has no counterpart.
-
-    With `projection="linear", projected_length=256`, the weights are RoBERTa's and E is new. With another
-    `max_position_embeddings`, positions are cut off or interpolated, as by `resize_length`.
+    With `projection="identity"`, the result is the Transformer twin, which computes what the original computes for
+    tokens that are padded on the right. The poolers of base models have no counterpart.
 
     Args:
-        roberta: a `RobertaModel`, or one for masked words, sequences, tokens or questions.
-        **config: fields of `LinformerConfig` that differ from RoBERTa's.
+        model: a model of transformers, or the folder or hub name of one: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT or
+            ELECTRA.
+        length: n of the result; learned positions are repeated. `None`: 4096, or the original's with `"identity"`.
+        projection: as in `LinformerConfig`.
+        revision: the branch, tag or commit of a hub name.
+        **config: other fields of `LinformerConfig`, such as `projected_length=256` and `local_window=64`, the defaults.
     """
-    name = type(roberta).__name__
-    if name not in CLASSES:
-        raise UserError(f"from_roberta takes one of {', '.join(CLASSES)}, not {name}")
-    fields = fields_of(roberta.config)
-    check_changes(fields, roberta.config, config)
-    twin = load(CLASSES[name](LinformerConfig(**fields)), weights_of(roberta))
-    if "max_position_embeddings" in config:
-        twin.resize_length(config["max_position_embeddings"])
-    model = load(CLASSES[name](LinformerConfig(**{**fields, **config})), twin.state_dict())
-    return model.to(roberta.device, roberta.dtype).train(roberta.training)
+    original = model if isinstance(model, PreTrainedModel) else load_original(str(model), revision)
+    name, theirs = type(original).__name__, original.config
+    architecture, head = architecture_of(theirs), head_of(original)
+    fields = fields_of(theirs, architecture)
+    check_changes(fields, theirs, {**config, "projection": projection})
+    if head == "ForMaskedLM" and architecture.own_activation and fields["hidden_act"] != "gelu":
+        raise UserError(
+            f"{name} has hidden_act={fields['hidden_act']!r} in its head for masked words, but ours has GELU"
+        )
+    twin = load(CLASSES[head](LinformerConfig(**fields)), weights_of(original, architecture, head))
+    if length is None:
+        length = fields["max_position_embeddings"] if projection == "identity" else DEFAULT_LENGTH
+    twin.resize_length(length)
+    fields |= {"projection": projection, "max_position_embeddings": length}
+    if projection != "identity":
+        fields |= {"projected_length": None, "local_window": None}  # the defaults for this length
+    result = load(CLASSES[head](LinformerConfig(**{**fields, **config})), twin.state_dict())
+    return result.to(original.device, original.dtype).train(original.training)
 
 
-def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of the twin of a RoBERTa model."""
+def load_original(name: str, revision: str | None = None) -> PreTrainedModel:
+    """Load a model from a folder or the hub, with the head that it was saved with; nothing in it is executed."""
+    options = {"revision": revision or "main"}
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+        architecture_of(config)
+        classes = getattr(config, "architectures", None) or ["AutoModel"]
+        model_class = getattr(transformers, classes[0], None)
+        if model_class is None:
+            raise UserError(f"model={name!r} is a {classes[0]}, which transformers does not have")
+        return model_class.from_pretrained(name, **options).eval()
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"model={name!r} does not load: {str(error).splitlines()[0]}") from None
+
+
+def architecture_of(config: PreTrainedConfig) -> Architecture:
+    """Refuses architectures and variants of them that a Linformer cannot compute."""
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"a model of type {kind!r} cannot be converted: {OBSTACLES.get(kind, f'use one of {known}')}")
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
-            raise UserError(f"the RoBERTa model has {name}=True: {NO_CAUSAL}")
-    if config.pad_token_id is None:
-        raise UserError("the RoBERTa model has pad_token_id=None, but its positions are counted from pad_token_id + 1")
-    fields = {field: getattr(config, field) for field in SAME_FIELDS}
-    fields |= {
-        "norm_first": False,
-        "position_embedding_type": "absolute",
-        "projection_init": "window",
-        "local_window": 0,
-    }
-    return {**fields, "max_position_embeddings": num_positions(config), "projection": "identity"}
+            raise UserError(f"the model has {name}=True: {NO_CAUSAL}")
+    if (positions := getattr(config, "position_embedding_type", None) or "absolute") != "absolute":
+        raise UserError(f"the model has position_embedding_type={positions!r}, but only 'absolute' can be converted")
+    if ARCHITECTURES[kind] is ROBERTA and config.pad_token_id is None:
+        raise UserError("the model has pad_token_id=None, but its positions are counted from pad_token_id + 1")
+    return ARCHITECTURES[kind]
+
+
+def head_of(model: PreTrainedModel) -> str:
+    """Which of `CLASSES` has the head of a model."""
+    name = type(model).__name__
+    head = re.sub(r"^.*?(?=Model$|For[A-Z])", "", name)
+    head = ARCHITECTURES[model.config.model_type].heads.get(head, head)
+    if head not in CLASSES:
+        raise UserError(f"{name} has a head without a counterpart: load its encoder with AutoModel and convert that")
+    return head
+
+
+def fields_of(config: PreTrainedConfig, architecture: Architecture) -> dict[str, Any]:
+    """The fields of the twin of a model."""
+    fields = {}
+    for name in (*SAME_FIELDS, "embedding_size"):
+        theirs = architecture.fields.get(name, name)
+        fields[name] = getattr(config, theirs, None) if isinstance(theirs, str) else theirs
+    fields |= {"norm_first": False, "position_embedding_type": "absolute", "projection_init": "window"}
+    fields |= {"classifier_activation": architecture.activation, "local_window": 0, "projection": "identity"}
+    return {**fields, "max_position_embeddings": config.max_position_embeddings - unused_positions(config)}
 
 
 def check_changes(fields: dict[str, Any], theirs: PreTrainedConfig, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
-        if name in PROJECTION_FIELDS and changes.get("projection", "identity") == "identity":
-            raise UserError(f"{name}={value!r} has no effect on a Transformer; pass projection='linear' as well")
+        if name in PROJECTION_FIELDS and changes["projection"] == "identity":
+            raise UserError(f"{name}={value!r} has no effect on projection='identity'; use 'linear'")
         if name in FREE_FIELDS:
             continue
+        if name == "max_position_embeddings":
+            raise UserError(f"max_position_embeddings={value!r}: pass it to convert.from_pretrained as length")
         if not hasattr(LinformerConfig, name):
             nearest = ALIASES.get(name) or nearest_name(name, FREE_FIELDS, cutoff=0.8)
             raise UserError(f"{name}={value!r} is not a field of LinformerConfig{did_you_mean(nearest)}")
         own = fields.get(name, getattr(theirs, name, getattr(LinformerConfig, name)))
         if own != value:
-            raise UserError(f"{name}={value!r} is not supported: RoBERTa's weights are for {own!r}")
+            raise UserError(f"{name}={value!r} is not supported: the weights are for {own!r}")
 
 
-def num_positions(config: PreTrainedConfig) -> int:
+def unused_positions(config: PreTrainedConfig) -> int:
     """RoBERTa counts positions from pad_token_id + 1 and never uses the rows before."""
-    return config.max_position_embeddings - config.pad_token_id - 1
+    return config.pad_token_id + 1 if ARCHITECTURES[config.model_type] is ROBERTA else 0
 
 
-def weights_of(roberta: PreTrainedModel) -> dict[str, Tensor]:
-    """RoBERTa's weights under our names."""
+def weights_of(model: PreTrainedModel, architecture: Architecture, head: str) -> dict[str, Tensor]:
+    """The weights of a model under our names."""
+    names, without = [(f"{architecture.prefix}.", "linformer."), *architecture.names], architecture.without
+    if head == "ForSequenceClassification":
+        names += architecture.classifier
+        without = without if architecture.classifier is not POOLED else without[1:]
     weights = {}
-    for key, weight in roberta.state_dict().items():
-        if key == "lm_head.bias" or "pooler." in key or key.endswith("_ids"):
-            continue  # a second name of the decoder's bias, and parts that a Linformer does not have
+    for key, weight in model.state_dict().items():
+        if any(part in key for part in (*without, "_ids")):
+            continue
         if "position_embeddings" in key:
-            weight = weight[-num_positions(roberta.config) :]
-        for theirs, ours in NAMES:
-            key = key.replace(theirs, ours)
+            weight = weight[unused_positions(model.config) :]
+        for theirs, own in names:
+            key = key.replace(theirs, own)
         weights[key] = weight
+    if head == "Model":  # also from a model with a head that is left out
+        weights = {key.removeprefix("linformer."): weight for key, weight in weights.items()}
+    types = f"{'' if head == 'Model' else 'linformer.'}embeddings.token_type_embeddings.weight"
+    if types not in weights:  # as in DistilBERT
+        weights[types] = torch.zeros(1, weights[types.replace("token_type", "word")].shape[1], dtype=model.dtype)
     return weights
 
 
 def load(model: modeling.LinformerPreTrainedModel, weights: dict[str, Tensor]) -> modeling.LinformerPreTrainedModel:
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    lost = unexpected + [key for key in missing if "projections." not in key]
+    lost = unexpected + [key for key in missing if "projections." not in key and "far_bias" not in key]
     assert not lost, f"not converted: {lost}"
     return model

@@ -37,6 +37,7 @@ from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, use_linear_gelu
 from .ops.ranks import Ranks, reorder, zero_padding
 from .ops.rotary import Rotation
+from .pooling import first_real_token, mean_of_real_tokens
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
 from .resizing import (
     check_checkpoint,
@@ -75,16 +76,17 @@ class PositionEmbeddings(nn.Embedding):
 
 
 class LinformerEmbeddings(nn.Module):
-    """The sum of word, position and token type embeddings, normalized."""
+    """The sum of word, position and token type embeddings, normalized; projected if they are of another size."""
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
-        d = config.hidden_size
+        d = config.embedding_size or config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, d, padding_idx=config.pad_token_id)
         self.position_embeddings = None if config.is_rotary else PositionEmbeddings(config.max_position_embeddings, d)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
         self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.project = nn.Linear(d, config.hidden_size) if d != config.hidden_size else None
 
     def forward(
         self,
@@ -112,8 +114,8 @@ class LinformerEmbeddings(nn.Module):
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         # Padding may hold NaN, which must not reach the norm; and the norm turns 0 into its bias.
-        embeddings = self.norm(zero_padding(embeddings, mask))
-        return zero_padding(self.dropout(embeddings), mask)
+        embeddings = self.dropout(self.norm(zero_padding(embeddings, mask)))
+        return zero_padding(embeddings if self.project is None else self.project(embeddings), mask)
 
 
 class FeedForward(nn.Module):
@@ -207,7 +209,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
         if not isinstance(config, LinformerConfig):
             raise TypeError(
                 f"{type(self).__name__} takes a LinformerConfig, not {type(config).__name__}; "
-                "linformers.convert.from_roberta converts a RoBERTa model"
+                "linformers.convert.from_pretrained converts other encoders"
             )
         config.check_buildable()  # fields may have been assigned since it was created
         super().__init__(config, *args, **kwargs)
@@ -403,7 +405,7 @@ class LinformerModel(LinformerPreTrainedModel):
             check_tensor(name, tokens, ("batch", "length"), "ids")
         else:
             name, tokens = "inputs_embeds", inputs_embeds
-            check_tensor(name, tokens, ("batch", "length", self.config.hidden_size))
+            check_tensor(name, tokens, ("batch", "length", self.config.embedding_size or self.config.hidden_size))
             weight = self.embeddings.token_type_embeddings.weight
             if tokens.dtype == torch.float64 and weight.dtype != torch.float64:
                 raise UserError(f"inputs_embeds has type {tokens.dtype}, but the model has {weight.dtype}: convert one")
@@ -423,9 +425,10 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: LinformerConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        size = config.embedding_size or config.hidden_size
+        self.dense = nn.Linear(config.hidden_size, size)
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(size, config.vocab_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.decoder(self.norm(gelu(self.dense(hidden_states))))
@@ -486,10 +489,11 @@ class ClassificationHead(nn.Module):
         super().__init__()
         self.dropout = classifier_dropout(config)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.classifier_activation]
         self.output = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = self.dense(self.dropout(hidden_states)).tanh()
+        hidden_states = self.activation(self.dense(self.dropout(hidden_states)))
         return self.output(self.dropout(hidden_states))
 
 
@@ -631,20 +635,3 @@ class LinformerForQuestionAnswering(LinformerPreTrainedModel):
 def classifier_dropout(config: LinformerConfig) -> nn.Dropout:
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
-
-
-def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-    """The hidden state (b, d) of the first real token of each row."""
-    if mask is None:
-        return hidden_states[:, 0]
-    first = mask.bool().int().argmax(1).to(hidden_states.device)  # (b,)
-    return hidden_states.gather(1, first[:, None, None].expand(-1, 1, hidden_states.shape[2])).squeeze(1)
-
-
-def mean_of_real_tokens(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean (b, d) of the hidden states of the real tokens of each row; 0 if there are none."""
-    if mask is None:
-        return hidden_states.mean(1)
-    real = mask.bool().to(hidden_states.device)[:, :, None]  # (b, n, 1)
-    total = hidden_states.masked_fill(~real, 0).sum(1, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
-    return (total / real.sum(1).clamp(min=1)).to(hidden_states.dtype)

@@ -109,7 +109,7 @@ def check_checkpoint(model_class: str, name: Any, kwargs: dict[str, Any]) -> Non
     values, _ = LinformerConfig.get_config_dict(name, **location)
     kind = values.get("model_type")
     if kind not in (None, LinformerConfig.model_type):
-        remedy = "; load it as such, then call linformers.convert.from_roberta" if kind == "roberta" else ""
+        remedy = "; linformers.convert.from_pretrained converts BERT, RoBERTa, DistilBERT and ELECTRA"
         raise UserError(f"{model_class} cannot be loaded from a checkpoint of model type {kind!r}{remedy}")
     saved = LinformerConfig.from_pretrained(name, **location)
     asked = kwargs.get("config") or saved
