@@ -661,7 +661,7 @@ verify nowhere
 verify {target}
 verify {kit}/lines.txt
 verify {kit}/run
-verify {kit}/corpus
+verify {kit}/corpus --accept
 bench --lengths 0
 bench --lengths 64 --projected 64 --out {case}/out
 bench --lengths 1e9 --out {case}/out

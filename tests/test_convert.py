@@ -165,10 +165,7 @@ def test_folders(kind, head, tmp_path):
     [
         ("MPNet", "a model of type 'mpnet' cannot be converted: its attention has relative position biases"),
         ("Albert", "a model of type 'albert' cannot be converted: its layers share their weights"),
-        (
-            "Funnel",
-            "a model of type 'funnel' cannot be converted: use one of roberta, xlm-roberta, camembert, bert, dis",
-        ),
+        ("FNet", "a model of type 'fnet' cannot be converted: use one of roberta, xlm-roberta, camembert, bert"),
     ],
 )
 def test_other_architectures_are_refused(kind, message, tmp_path):

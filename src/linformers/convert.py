@@ -219,7 +219,7 @@ def from_pretrained(
     check_changes(fields, theirs, {**config, "projection": projection})
     if head == "ForMaskedLM" and architecture.own_activation and fields["hidden_act"] != "gelu":
         raise UserError(
-            f"{name} has hidden_act={fields['hidden_act']!r} in its head for masked words, but ours has GELU"
+            f"{name} has hidden_act={fields['hidden_act']!r} in its head for masked words, ours has GELU"
         )
     twin = load(CLASSES[head](LinformerConfig(**fields)), weights_of(original, architecture, head))
     if length is None:

@@ -30,7 +30,9 @@ SAMPLES = {"flips": 12, "truncations": 6, "missing": 6, "malicious": 12, "invoca
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory):
     folder = tmp_path_factory.mktemp("attack") / "kit"
-    attack.build(folder)
+    with pytest.MonkeyPatch.context() as patch:  # the cases run in processes with blocks of the usual size
+        patch.setattr("linformers.ops.local.SMALLEST_BLOCK", 64)
+        attack.build(folder)
     return folder
 
 

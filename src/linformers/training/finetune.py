@@ -193,9 +193,10 @@ class FineTuning:
         self.console.print(where, files, sep="\n", markup=False, highlight=False)
 
     def _is_reported(self, results: dict[str, Any]) -> bool:
-        """Whether an earlier call reported the same seeds; its card and config may have been edited since."""
+        """Whether the same command reported the same already; its card and config may have been edited since."""
         with contextlib.suppress(UserError):
-            return read_json(self.out / "results.json")["seeds"] == results["seeds"] and not damage(self.out / "model")
+            same = json.loads(json.dumps(results)) == read_json(self.out / "results.json")
+            return same and damage(self.out / "model") is None
         return False
 
     def _save_best(self, seeds: list[dict[str, Any]], results: dict[str, Any], start_hash: str, command: str) -> None:
