@@ -218,9 +218,7 @@ def from_pretrained(
     fields = fields_of(theirs, architecture)
     check_changes(fields, theirs, {**config, "projection": projection})
     if head == "ForMaskedLM" and architecture.own_activation and fields["hidden_act"] != "gelu":
-        raise UserError(
-            f"{name} has hidden_act={fields['hidden_act']!r} in its head for masked words, ours has GELU"
-        )
+        raise UserError(f"{name} has hidden_act={fields['hidden_act']!r} in its head for masked words, ours has GELU")
     twin = load(CLASSES[head](LinformerConfig(**fields)), weights_of(original, architecture, head))
     if length is None:
         length = fields["max_position_embeddings"] if projection == "identity" else DEFAULT_LENGTH
