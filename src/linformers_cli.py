@@ -154,6 +154,27 @@ def prepare(
 
 
 @app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a BERT, RoBERTa, DistilBERT or ELECTRA.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the converted model.")],
+    length: Annotated[int, typer.Option(min=1, help="Longest input of the result, n.")] = 4096,
+    projected: Annotated[int, typer.Option(min=1, help="Projected length k.")] = 256,
+    window: Annotated[int, typer.Option(min=0, help="Local window w.")] = 64,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="Text to compare them on; can be repeated.", show_default="Python's manual"),
+    ] = None,
+    revision: Revision = None,
+) -> None:
+    """Turn an encoder with full attention into a long, linear one, and report how alike they are."""
+    options = {**locals(), "text": text or (), "projected_length": projected, "local_window": window}
+    from linformers.training import adopt
+
+    del options["projected"], options["window"]
+    adopt.adopt(**options, console=_console(), command=_command())
+
+
+@app.command()
 def pretrain(
     recipe: Annotated[Path, typer.Argument(**FILE, help="Recipe file, such as recipes/cpu.yaml.")],
     changes: Annotated[

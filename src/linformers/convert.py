@@ -188,6 +188,8 @@ FREE_FIELDS = (
 )
 
 DEFAULT_LENGTH = 4096
+# With a window, what agrees best with the original: less weight for the one token in n/k that each projected key is.
+FAR_BIAS = -1.0
 
 
 @torch.no_grad()
@@ -226,6 +228,7 @@ def from_pretrained(
     fields |= {"projection": projection, "max_position_embeddings": length}
     if projection != "identity":
         fields |= {"projected_length": None, "local_window": None}  # the defaults for this length
+        fields |= {"projection_init": "sample", "initial_far_bias": FAR_BIAS}
     result = load(CLASSES[head](LinformerConfig(**{**fields, **config})), twin.state_dict())
     return result.to(original.device, original.dtype).train(original.training)
 

@@ -221,14 +221,17 @@ def without_branch(model: PreTrainedModel, branch: str | None) -> PreTrainedMode
     if branch is None:
         return model
     check_choice("without", branch, BRANCHES)
-    for layer in model.base_model.layers:
-        attention = layer.attention
-        if attention.scaled_far_bias is None:
+    config = model.config
+    for layer, lengths, window in zip(
+        model.base_model.layers, config.projected_lengths, config.local_windows, strict=True
+    ):
+        if not any(lengths) or not window:
             raise UserError(f"without={branch!r} needs a model whose layers all have projected keys and a local window")
         if branch == "window":
-            attention.local_window = 0
+            layer.attention.local_window = 0
         else:
-            attention.scaled_far_bias.data.fill_(-math.inf)
+            bias = torch.full((config.num_attention_heads,), -math.inf, device=model.device)
+            layer.attention.scaled_far_bias = torch.nn.Parameter(bias)
     return model
 
 

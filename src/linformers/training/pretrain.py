@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -232,7 +232,11 @@ def describe(config: LinformerConfig) -> str:
 
 
 def model_card(task: str, title: str, text: str, command: str) -> str:
-    """The README.md of a model for a task of transformers' pipelines."""
+    """The README.md of a model for a task of transformers' pipelines, or for question answering, which has none."""
+    code = ("pipeline", "pipe", f'pipeline("{task}", model=".")')
+    if task == "question-answering":
+        name = "AutoModelForQuestionAnswering"
+        code = (name, "model", f'{name}.from_pretrained(".")')
     return f"""---
 library_name: transformers
 pipeline_tag: {task}
@@ -243,9 +247,9 @@ tags: [linformer]
 
 ```python
 import linformers  # registers Linformer (https://arxiv.org/abs/2006.04768) with transformers
-from transformers import pipeline
+from transformers import {code[0]}
 
-pipe = pipeline("{task}", model=".")
+{code[1]} = {code[2]}
 ```
 
 {text}
@@ -254,11 +258,19 @@ pipe = pipeline("{task}", model=".")
 
 
 def save_model(
-    folder: Path, model: PreTrainedModel, weights: dict[str, Any], tokenizer: PreTrainedTokenizerBase, card: str
+    folder: Path,
+    model: PreTrainedModel,
+    weights: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    card: str,
+    add: Callable[[Path], None] = lambda unfinished: None,
 ) -> None:
+    """Write the folder of a model; `add` writes further files to it."""
+
     def fill(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
+        add(unfinished)
 
     files.write_folder(folder, fill)

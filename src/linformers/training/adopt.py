@@ -1,0 +1,281 @@
+"""`linformers convert`: an encoder with full attention becomes a long, linear one; a report compares the two."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import convert
+from ..checks import make_folder
+from ..errors import UserError
+from ..files import read_json
+from ..pooling import first_real_token, mean_of_real_tokens
+from ..progress import progress
+from .corpus import open_tokenizer
+from .data import documents, find_files
+from .predict import BRANCHES, CLASSIFY, FILL_MASK, without_branch
+from .pretrain import describe, model_card, save_model
+
+# Passages to compare, and the seconds for which a model's speed is measured.
+PASSAGES, SECONDS, BATCH = 24, 4.0, 8
+MASKED = 0.15  # of the tokens, where words are compared
+# The files of a sentence-transformers folder that say how to make a vector of a text.
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+PURPOSES = {
+    "LinformerModel": "feature-extraction",
+    "LinformerForMaskedLM": FILL_MASK,
+    "LinformerForSequenceClassification": CLASSIFY,
+    "LinformerForTokenClassification": "token-classification",
+    "LinformerForQuestionAnswering": "question-answering",
+}
+
+
+def adopt(
+    model: str, out: Path, *, text: Sequence[Path], revision: str | None, console: Console, command: str, **config: Any
+) -> dict[str, Any]:
+    """Convert a model with its tokenizer and, if it is one of sentence-transformers, its pooling; return the report.
+
+    Args:
+        model: a folder or a name on the hub.
+        out: a new folder.
+        text: files to compare the models on; by default, the documentation of Python.
+        revision: the branch, tag or commit of a hub name.
+        console: where the report is printed.
+        command: for the card.
+        **config: arguments of `convert.from_pretrained`.
+    """
+    make_folder("out", out)
+    if any(out.iterdir()):
+        raise UserError(f"out={str(out)!r} is not empty: choose a new folder")
+    files = find_files(text, "text") if text else []
+    original = convert.load_original(model, revision)
+    converted = convert.from_pretrained(original, **config)
+    tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # what transformers makes of no file at all
+        raise UserError(f"model={model!r} has no tokenizer: its vocabulary holds special tokens alone")
+    limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
+    n = converted.config.max_position_embeddings
+    longest, tokenizer.model_max_length = min(limit, n), n
+    passages = encode_passages(tokenizer, read(files), longest)
+    pooling = SentencePooling.of(source_folder(model, revision))
+    for network in (original, converted):
+        network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    report = compare(original, converted, tokenizer, passages, pooling.pool, console)
+    report["tokens_per_second"] = {
+        f"original, {limit} tokens": round(speed(original, limit)),
+        f"converted, {n} tokens": round(speed(converted, n)),
+    }
+    show(report, console)
+    card = card_of(model, revision, converted, report, command)
+
+    def add_pooling(folder: Path) -> None:
+        (folder / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
+        pooling.write(folder, n)
+
+    save_model(out, converted, converted.state_dict(), tokenizer, card, add_pooling)
+    console.print(f"model in {out}", markup=False, highlight=False)
+    return report
+
+
+def read(files: Sequence[Path]) -> Iterator[str]:
+    if files:
+        for path in files:
+            yield from documents(path)
+        return
+    from pydoc_data.topics import topics  # part of every Python
+
+    yield from topics.values()
+
+
+def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], length: int) -> list[list[int]]:
+    """The first `PASSAGES` passages of `length` tokens, special ones included, one from each text if possible."""
+    letter = tokenizer("a", return_special_tokens_mask=True)
+    ids, is_special = letter["input_ids"], letter["special_tokens_mask"]
+    before, after = ids[: is_special.index(0)], ids[len(ids) - is_special[::-1].index(0) :]
+    found: list[list[int]] = []
+    others: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        size = length - len(before) - len(after)
+        parts = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+        found += parts[:1]
+        others += parts[1:]
+        if len(found) >= PASSAGES:
+            break
+    rows = [*found, *others][:PASSAGES]
+    if len(rows) < 2:
+        raise UserError(f"the texts have {len(rows)} passages of {length} tokens, but at least 2 are needed to compare")
+    return [[*before, *row, *after] for row in rows]
+
+
+class SentencePooling:
+    """How a folder of sentence-transformers makes a vector of a text; the mean of all tokens for other folders."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.first_token = False
+        for path in sorted(folder.glob("*_Pooling/config.json")) if folder else []:
+            modes = read_json(path)
+            used = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
+            if "pooling_mode" in modes:  # from sentence-transformers 5.4 on
+                used = [f"pooling_mode_{modes['pooling_mode']}"]
+            self.first_token = bool(used) and all("cls" in name for name in used)
+
+    @classmethod
+    def of(cls, folder: Path) -> SentencePooling:
+        return cls(folder if (folder / "modules.json").exists() else None)
+
+    def pool(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+        return (first_real_token if self.first_token else mean_of_real_tokens)(hidden_states, mask)
+
+    def write(self, folder: Path, length: int) -> None:
+        """Copy the description to the folder of a model that reads `length` tokens."""
+        if self.folder is None:
+            return
+        for name in SENTENCE_FILES:
+            if (self.folder / name).exists():
+                shutil.copy(self.folder / name, folder / name)
+        for module in read_json_list(self.folder / "modules.json"):
+            path = Path(str(module.get("path", "")))
+            if path.name and path.name == str(path) and (self.folder / path / "config.json").exists():
+                (folder / path).mkdir()
+                shutil.copy(self.folder / path / "config.json", folder / path / "config.json")
+        if (folder / "sentence_bert_config.json").exists():
+            settings = read_json(folder / "sentence_bert_config.json") | {"max_seq_length": length}
+            (folder / "sentence_bert_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """`modules.json` is a list, unlike our own files."""
+    try:
+        modules = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        modules = None
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UserError(f"{path} is damaged: it is not a list of modules of sentence-transformers")
+    return modules
+
+
+def source_folder(model: str, revision: str | None) -> Path:
+    """The folder of a model, or of what a hub model says about its pooling."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, allow_patterns=[*SENTENCE_FILES, "*_*/config.json"]))
+
+
+def compare(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    passages: Sequence[Sequence[int]],
+    pool: Callable[[Tensor, Tensor | None], Tensor],
+    console: Console,
+) -> dict[str, Any]:
+    """How alike two models are on the same passages: as converted, and without each branch."""
+    ids = torch.tensor(passages)
+    branches = BRANCHES if converted.config.projection == "linear" and all(converted.config.local_windows) else ()
+    models: dict[str, Any] = {"converted": lambda: converted}
+    for branch in branches:
+        models[f"without {branch}"] = lambda branch=branch: without_branch(copy.deepcopy(converted), branch)
+    with progress(console) as bars:
+        task = bars.add_task("comparing", total=(1 + len(models)) * len(ids))
+
+        def outputs(network: PreTrainedModel) -> Tensor:
+            found = []
+            for batch in ids.split(BATCH):
+                found.append(answers_of(network, batch, tokenizer, pool))
+                bars.advance(task, len(batch))
+            return torch.cat(found)
+
+        expected = outputs(original)
+        return {name: agreement(outputs(make()), expected) for name, make in models.items()}
+
+
+@torch.inference_mode()
+def answers_of(
+    network: PreTrainedModel,
+    ids: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: Callable[[Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """A vector for each passage or, with a head, the answer at each place where it gives one."""
+    generator, mask_token = torch.Generator().manual_seed(0), tokenizer.mask_token_id
+    masked = torch.rand(ids.shape, generator=generator) < MASKED
+    if "MaskedLM" in type(network).__name__ and mask_token is not None:
+        ids = torch.where(masked, mask_token, ids)
+    ids = ids.to(network.device)
+    output = network(ids, torch.ones_like(ids), return_dict=True)
+    if "last_hidden_state" in output:
+        return functional.normalize(pool(output.last_hidden_state, None).float(), dim=-1).cpu()
+    if "start_logits" in output:
+        return torch.stack([output.start_logits.argmax(-1), output.end_logits.argmax(-1)], 1).cpu()
+    answers = output.logits.argmax(-1).cpu()
+    return answers[masked] if "MaskedLM" in type(network).__name__ else answers
+
+
+def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:
+    """The share of equal answers; of vectors, the mean cosine and the correlation of the similarities of passages."""
+    if not ours.is_floating_point():
+        return {"agreement": (ours == theirs).float().mean().item()}
+    upper = torch.ones(len(ours), len(ours), dtype=torch.bool).triu(1)
+    similarities = torch.stack([(vectors @ vectors.T)[upper] for vectors in (ours, theirs)])
+    correlation = torch.corrcoef(similarities)[0, 1].item() if len(ours) > 2 else 1.0
+    return {"cosine": (ours * theirs).sum(-1).mean().item(), "correlation of similarities": correlation}
+
+
+@torch.inference_mode()
+def speed(network: PreTrainedModel, length: int) -> float:
+    """Tokens a second in rows of `length` tokens."""
+    ids = torch.full((max(1, 4096 // length), length), 5, device=network.device)
+    passes, began = -1, 0.0  # the first pass is not timed
+    while passes < 1 or time.perf_counter() - began < SECONDS / 2:
+        network(ids, torch.ones_like(ids))
+        if network.device.type == "cuda":
+            torch.cuda.synchronize()
+        passes += 1
+        if passes == 0:
+            began = time.perf_counter()
+    return passes * ids.numel() / (time.perf_counter() - began)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    table = Table("", *report["converted"], title="Agreement with the original")
+    for name, values in report.items():
+        if name != "tokens_per_second":
+            table.add_row(name, *(f"{value:.3f}" for value in values.values()))
+    console.print(table)
+    for name, value in report["tokens_per_second"].items():
+        console.print(f"{value:,} tokens a second: {name}", highlight=False)
+
+
+def card_of(model: str, revision: str | None, converted: PreTrainedModel, report: dict[str, Any], command: str) -> str:
+    name = type(converted).__name__
+    measures = list(report["converted"])
+    models = {row: values for row, values in report.items() if row != "tokens_per_second"}
+    rows = [f"| {row} | {' | '.join(f'{value:.3f}' for value in values.values())} |" for row, values in models.items()]
+    speeds = "\n".join(f"- {value:,} tokens a second: {kind}" for kind, value in report["tokens_per_second"].items())
+    text = f"""\
+Converted from `{model}`{f" (revision `{revision}`)" if revision else ""}, whose weights it has. Agreement on passages
+that the original can read:
+
+| | {" | ".join(measures)} |
+|---|{"---|" * len(measures)}
+{chr(10).join(rows)}
+
+{speeds}
+"""
+    return model_card(PURPOSES[name], describe(converted.config), text, command)
