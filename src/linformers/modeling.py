@@ -43,7 +43,6 @@ from .resizing import (
     check_checkpoint,
     check_weights,
     refuse_other_length,
-    refuse_other_shapes,
     remove_older_weights,
     resize_length,
 )
@@ -275,12 +274,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
             with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" in str(error):  # its report is only logged
-                refuse_other_shapes(cls, pretrained_model_name_or_path, kwargs)
-            raise
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Save a model with its resolved config, the values that its weights were trained with, and a manifest."""

@@ -87,12 +87,10 @@ def remove_older_weights(folder: Path) -> None:
         min(whole, index, key=lambda path: path.stat().st_mtime_ns).unlink()
 
 
-def refuse_other_shapes(model_class: Any, name: Any, kwargs: dict[str, Any]) -> None:
+def refuse_other_shapes(model_class: Any, folder: Path, config: LinformerConfig | None) -> None:
     """Raise a `UserError` that names the first weight in a folder whose shape is not what the config asks for."""
-    folder = Path(name, kwargs.get("subfolder") or "")
-    config = kwargs.get("config") or LinformerConfig.from_pretrained(folder)
     with torch.device("meta"):
-        expected = model_class(config).base_model.state_dict()
+        expected = model_class(config or LinformerConfig.from_pretrained(folder)).base_model.state_dict()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, pipeline
 from linformers import LinformerForMaskedLM, pretrained
 from linformers.training import checkpoints, predict
 
-from ..modes import refused
+from ..modes import random_model, refused
 from . import small
 
 
@@ -166,9 +166,10 @@ def test_evaluate(tuned, model, corpus, files):
     assert many > 2 * few
 
 
-def test_evaluate_without_a_branch(corpus, tmp_path):
+@pytest.mark.parametrize("bias", [None, 0.0])
+def test_evaluate_without_a_branch(bias, corpus, tmp_path):
     """The same as a model that never had it."""
-    fields = {"local_window": 2, "initial_far_bias": 0.0, "initializer_range": 0.2}
+    fields = {"local_window": 2, "initial_far_bias": bias, "initializer_range": 0.2}
     small.train(small.recipe(corpus, tmp_path, steps=8, model=fields))
     ids = torch.randint(5, 300, (2, 32))
     whole = predict.load_model(tmp_path / "model", predict.FILL_MASK)(ids).logits
@@ -178,13 +179,15 @@ def test_evaluate_without_a_branch(corpus, tmp_path):
         torch.testing.assert_close(found, other(ids).logits, rtol=0, atol=1e-5)
         assert (found - whole).abs().max() > 1e-3
     assert evaluate(tmp_path / "model", data=corpus, without="window")["masked_tokens"] > 0
+    with refused("without='window' needs a model whose layers all have projected keys and a local window"):
+        predict.without_branch(random_model(), "window")
 
 
 def test_wrong_arguments_of_evaluate(tuned, model, corpus, files, tmp_path):
     classifier, file = tuned / "model", str(files / "test.csv")
     for own, options, message in [
         (model, {"data": corpus, "label": "stars"}, "label='stars' has no effect on perplexity"),
-        (model, {"data": corpus, "without": "window"}, "without='window' needs a model whose layers all have"),
+        (model, {"data": corpus, "without": "keys"}, "without='keys'"),
         (classifier, {"task": file, "rows": 5}, f"rows=5 has no effect on task={file!r}"),
         (model, {}, "data is missing"),
         (classifier, {"data": corpus}, "is for text-classification, not for fill-mask"),

@@ -17,6 +17,12 @@ MODES = {
     "Identity": {"projection": "identity"},
     "Window": {"local_window": 2},
     "Rotary": {"position_embedding_type": "rotary", "projection_init": "sample"},
+    "Default": {  # of every field but the sizes
+        "position_embedding_type": "rotary",
+        "projection_init": "sample",
+        "norm_first": True,
+        "local_window": 2,
+    },
     "FarBias": {"position_embedding_type": "rotary", "local_window": 2, "initial_far_bias": -1.0},
 }
 
@@ -35,7 +41,9 @@ class LinformerModelTester:
     def get_config(self):
         names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "projected_length")
         sizes = {name: getattr(self, name) for name in names}
-        return LinformerConfig(**sizes, intermediate_size=37, max_position_embeddings=self.seq_length, **self.mode)
+        sizes |= {"intermediate_size": 37, "max_position_embeddings": self.seq_length, "local_window": 0}
+        choices = {"projection_init": "window", "position_embedding_type": "absolute", "norm_first": False}
+        return LinformerConfig(**{**sizes, **choices, **self.mode})
 
     def prepare_config_and_inputs_for_common(self):
         shape = [self.batch_size, self.seq_length]

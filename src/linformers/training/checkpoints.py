@@ -31,6 +31,7 @@ from ..files import (
     write_file,
     write_manifest,
 )
+from ..resizing import refuse_other_shapes
 from .corpus import Corpus
 
 # What a run, or a seed of one, leaves in its folder.
@@ -49,7 +50,12 @@ def load_whole(model_class: Any, folder: Path, new: str | None = None, **options
 
     `new` begins the names of those that may be missing, after the prefix of the base model.
     """
-    model, report = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    try:
+        model, report = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" in str(error):  # transformers only logs which weights it means
+            refuse_other_shapes(model_class, folder, options.get("config"))
+        raise
     names = sorted(name.removeprefix(f"{model.base_model_prefix}.") for name in report["missing_keys"])
     if missing := [name for name in names if new is None or not name.startswith(new)]:
         raise UserError(
