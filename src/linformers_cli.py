@@ -164,14 +164,22 @@ def convert(
         list[Path] | None,
         typer.Option(exists=True, help="Text to compare them on; can be repeated.", show_default="Python's manual"),
     ] = None,
+    distill: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="Text to train on, so that the result agrees more; can be repeated."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of --distill.")] = 500,
+    batch_size: Annotated[int, typer.Option(min=1, help="Documents in a step of --distill.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of --distill.")] = 3e-4,
     revision: Revision = None,
 ) -> None:
     """Turn an encoder with full attention into a long, linear one, and report how alike they are."""
-    options = {**locals(), "text": text or (), "projected_length": projected, "local_window": window}
     from linformers.training import adopt
 
-    del options["projected"], options["window"]
-    adopt.adopt(**options, console=_console(), command=_command())
+    config: dict[str, Any] = {"length": length, "projected_length": projected, "local_window": window}
+    settings = adopt.Settings(steps, batch_size, learning_rate)
+    texts: dict[str, Any] = {"text": text or (), "distill": distill or (), "settings": settings, "revision": revision}
+    raise typer.Exit(adopt.adopt(model, out, **texts, **config, console=_console(), command=_command()))
 
 
 @app.command()

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -12,10 +15,13 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer, PreTraine
 
 from linformers import LinformerConfig, files
 from linformers.training import adopt, predict
+from linformers.training.distill import DistillationTrainer
+from linformers.training.trainer import read_metrics
 
 from ..modes import refused
 from ..test_convert import original
 from . import small
+from .test_trainer import interrupted
 
 CONFIG = {"length": 64, "projected_length": 8, "local_window": 4}
 PIPELINES = {
@@ -52,8 +58,9 @@ def source(folder, kind="bert", head="Model", **fields):
 
 
 def convert(folder, out, text, **config):
-    options = {"text": [text], "revision": None, "console": small.QUIET, "command": "linformers convert"}
-    return adopt.adopt(str(folder), out, **options, **{**CONFIG, **config})
+    options = {"text": [text], "console": small.QUIET, "command": "linformers convert"}
+    code = adopt.adopt(str(folder), out, **options, **{**CONFIG, **config})
+    return json.loads((out / "conversion.json").read_text()) if code == 0 else code
 
 
 @pytest.mark.parametrize("head", PIPELINES)
@@ -66,7 +73,6 @@ def test_a_converted_folder(kind, head, text, tmp_path, monkeypatch):
     measure = "cosine" if head == "Model" else "agreement"
     rows = ["converted", "without projected", "without window"]
     assert [0 <= report[row][measure] <= 1 for row in rows] == [True] * 3
-    assert json.loads((out / "conversion.json").read_text()) == report
     assert files.damage(out) is None
     config, loaded = LinformerConfig.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert (config.max_position_embeddings, config.projected_length, config.local_window) == (64, 8, 4)
@@ -136,6 +142,64 @@ def test_pooling_of_sentence_transformers_comes_along(mode, layout, text, tmp_pa
         (folder / "modules.json").write_text(spoiled)
         with refused("modules.json is damaged: it is not a list of modules"):
             convert(folder, tmp_path / f"out-{len(spoiled)}", text)
+
+
+def distilled(folder, out, text, corpus, **settings):
+    settings = adopt.Settings(**{"steps": 20, "batch_size": 4, "learning_rate": 3e-3, **settings})
+    return convert(folder, out, text, distill=[corpus], settings=settings)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Documents of different lengths, some longer than the model reads."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 150, size=40)
+    texts = ["".join(random.choice(list("abcdefghijklmnopqrstuvwxyz "), size=length)) for length in lengths]
+    return small.write_table(tmp_path / "corpus.jsonl", [{"text": own} for own in texts])
+
+
+def test_distillation_lowers_the_error(text, corpus, tmp_path, monkeypatch):
+    """Of all hidden states, on held-out documents."""
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    metrics = []
+    monkeypatch.setattr(adopt, "clean", lambda run: metrics.extend(read_metrics(run)))
+    distilled(source(tmp_path / "in", "bert"), tmp_path / "out", text, corpus, learning_rate=1e-2)
+    errors = [entry["error"] for entry in metrics if "error" in entry]
+    assert len(errors) == 5
+    assert errors[-1] < 0.8 * errors[0]
+
+
+def test_an_interrupted_distillation_resumes(text, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    folder, out = source(tmp_path / "in", "electra", "ForSequenceClassification"), tmp_path / "out"
+    distilled(folder, tmp_path / "straight", text, corpus)
+    with interrupted(9):
+        assert distilled(folder, out, text, corpus) == 128 + signal.SIGTERM
+    assert not (out / "config.json").exists()
+    with refused("learning_rate was 0.003 and is now 0.1"):
+        distilled(folder, out, text, corpus, learning_rate=0.1)
+    distilled(folder, out, text, corpus)
+    weights = [(own / "model.safetensors").read_bytes() for own in (out, tmp_path / "straight")]
+    assert weights[0] == weights[1]
+    assert not (tmp_path / "out.distillation").exists()
+
+
+def test_hidden_states_of_chunks():
+    """Of a teacher that maps each token to itself and its place in its chunk."""
+
+    class Teacher(torch.nn.Module):
+        config = LinformerConfig(pad_token_id=0)
+
+        def forward(self, ids, attention_mask, output_hidden_states):
+            places = torch.arange(ids.shape[1]).expand_as(ids)
+            return SimpleNamespace(hidden_states=[torch.stack([ids, places, attention_mask], -1)])
+
+    ids = torch.tensor([[2, 10, 11, 12, 13, 14, 3, 0], [2, 20, 21, 22, 23, 24, 25, 3]])
+    trainer = SimpleNamespace(teacher=Teacher(), chunk=5, before=1, after=1)
+    (states,), places = DistillationTrainer.states_of_chunks(trainer, ids, (ids != 0).long())
+    assert states[:, 0].tolist() == ids.flatten()[places].tolist() == [2, 10, 11, 12, 13, 14, 2, *range(20, 26)]
+    assert states[:, 1].tolist() == [0, 1, 2, 3, 1, 2, 0, 1, 2, 3, 1, 2, 3]
+    assert states[:, 2].all()
 
 
 def test_wrong_arguments(text, tmp_path):

@@ -25,6 +25,8 @@ from ..pooling import first_real_token, mean_of_real_tokens
 from ..progress import progress
 from .corpus import open_tokenizer
 from .data import documents, find_files
+from .distill import Settings, clean, encode_documents, rows_hash
+from .distill import distill as run_distillation
 from .predict import BRANCHES, CLASSIFY, FILL_MASK, without_branch
 from .pretrain import describe, model_card, save_model
 
@@ -43,14 +45,27 @@ PURPOSES = {
 
 
 def adopt(
-    model: str, out: Path, *, text: Sequence[Path], revision: str | None, console: Console, command: str, **config: Any
-) -> dict[str, Any]:
-    """Convert a model with its tokenizer and, if it is one of sentence-transformers, its pooling; return the report.
+    model: str,
+    out: Path,
+    *,
+    text: Sequence[Path] = (),
+    distill: Sequence[Path] = (),
+    settings: Settings | None = None,
+    revision: str | None = None,
+    console: Console,
+    command: str,
+    **config: Any,
+) -> int:
+    """Convert a model with its tokenizer and, if it is one of sentence-transformers, its pooling; report on it.
+
+    Distillation runs in a folder beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
 
     Args:
         model: a folder or a name on the hub.
         out: a new folder.
-        text: files to compare the models on; by default, the documentation of Python.
+        text: files to compare the models on; by default, Python's manual.
+        distill: files to distill on; by default, the weights stay as they were copied.
+        settings: how to distill.
         revision: the branch, tag or commit of a hub name.
         console: where the report is printed.
         command: for the card.
@@ -60,6 +75,7 @@ def adopt(
     if any(out.iterdir()):
         raise UserError(f"out={str(out)!r} is not empty: choose a new folder")
     files = find_files(text, "text") if text else []
+    texts = find_files(distill, "text") if distill else []
     original = convert.load_original(model, revision)
     converted = convert.from_pretrained(original, **config)
     tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
@@ -68,7 +84,15 @@ def adopt(
     limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
     n = converted.config.max_position_embeddings
     longest, tokenizer.model_max_length = min(limit, n), n
+    before, after = special_tokens(tokenizer)
     passages = encode_passages(tokenizer, read(files), longest)
+    if texts:
+        rows, run = encode_documents(texts, tokenizer, n, before, after), out.with_name(f"{out.name}.distillation")
+        recorded = {"model": model, "revision": revision, "config": config, "rows": len(rows), "hash": rows_hash(rows)}
+        sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
+        code = run_distillation(converted, original, rows, run, settings or Settings(), recorded, console, **sizes)
+        if code:
+            return code
     pooling = SentencePooling.of(source_folder(model, revision))
     for network in (original, converted):
         network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -85,8 +109,10 @@ def adopt(
         pooling.write(folder, n)
 
     save_model(out, converted, converted.state_dict(), tokenizer, card, add_pooling)
+    if texts:
+        clean(run)
     console.print(f"model in {out}", markup=False, highlight=False)
-    return report
+    return 0
 
 
 def read(files: Sequence[Path]) -> Iterator[str]:
@@ -101,9 +127,7 @@ def read(files: Sequence[Path]) -> Iterator[str]:
 
 def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], length: int) -> list[list[int]]:
     """The first `PASSAGES` passages of `length` tokens, special ones included, one from each text if possible."""
-    letter = tokenizer("a", return_special_tokens_mask=True)
-    ids, is_special = letter["input_ids"], letter["special_tokens_mask"]
-    before, after = ids[: is_special.index(0)], ids[len(ids) - is_special[::-1].index(0) :]
+    before, after = special_tokens(tokenizer)
     found: list[list[int]] = []
     others: list[list[int]] = []
     for text in texts:
@@ -118,6 +142,13 @@ def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], le
     if len(rows) < 2:
         raise UserError(f"the texts have {len(rows)} passages of {length} tokens, but at least 2 are needed to compare")
     return [[*before, *row, *after] for row in rows]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    letter = tokenizer("a", return_special_tokens_mask=True)
+    ids, is_special = letter["input_ids"], letter["special_tokens_mask"]
+    return ids[: is_special.index(0)], ids[len(ids) - is_special[::-1].index(0) :]
 
 
 class SentencePooling:

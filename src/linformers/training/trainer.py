@@ -356,8 +356,8 @@ def compile_model(model: PreTrainedModel, choice: str, *, any_length: bool = Fal
 def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, unit: str, units_per_step: int) -> int:
     """Train from the newest intact checkpoint, if there is one, and write the log to `metrics.jsonl`.
 
-    Validation gives a `score`, `"perplexity"` or `"accuracy"`; speed is in `unit`, `"tokens"` or `"rows"`. Returns the
-    exit code: 0, or 128 plus the number of the signal that stopped the run.
+    Validation gives a `score`: `"perplexity"`, `"accuracy"`, or `"error"`, its loss. Speed is in `unit`, `"tokens"` or
+    `"rows"`. Returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
     """
 
     def say(message: str) -> None:
@@ -428,7 +428,8 @@ class _Monitor(TrainerCallback):
                 step = f"in step {state.global_step}"
                 raise UserError(f"the validation loss is {logs['eval_loss']} {step}; lower the learning rate")
             perplexity = math.exp(min(logs["eval_loss"], 700))
-            logs[self.score] = perplexity if self.score == "perplexity" else logs[f"eval_{self.score}"]
+            scores = {"perplexity": perplexity, "error": logs["eval_loss"]}
+            logs[self.score] = scores[self.score] if self.score in scores else logs[f"eval_{self.score}"]
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         state.log_history[-1] |= logs
