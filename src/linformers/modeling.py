@@ -49,6 +49,8 @@ from .resizing import (
 
 logger = logging.get_logger(__name__)
 
+ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
+
 # Keyword arguments that `forward` accepts (`num_items_in_batch` is for the loss of a head), and those that it refuses.
 KNOWN_ARGUMENTS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch")
 REFUSED_ARGUMENTS = {
@@ -214,13 +216,11 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation is None and torch.cuda.is_available():
-            attn_implementation = TRITON
-        if attn_implementation == "triton":
-            attn_implementation = TRITON
         name = "eager" if attn_implementation is None else attn_implementation
         if not isinstance(name, str) or not name.isprintable():
             raise UserError(f"attn_implementation={attn_implementation!r} must be a name, such as 'sdpa'")
+        if attn_implementation == "triton" or (attn_implementation is None and torch.cuda.is_available()):
+            attn_implementation = TRITON
         try:
             return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         except ValueError as error:
@@ -274,7 +274,13 @@ class LinformerPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
             with contextlib.suppress(OSError):  # an adapter or nothing at all, which transformers explains better
                 check_checkpoint(cls.__name__, pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        for parameter in (loaded[0] if isinstance(loaded, tuple) else loaded).parameters():
+            # CPUs round differently where memory is not aligned, as in a file: outputs would change by saving.
+            is_local = parameter.device.type == "cpu" and not hasattr(parameter, "device_mesh")
+            if is_local and parameter.data_ptr() % ALIGNMENT:
+                parameter.data = parameter.data.clone()
+        return loaded
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Save a model with its resolved config, the values that its weights were trained with, and a manifest."""
