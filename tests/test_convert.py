@@ -1,15 +1,20 @@
 """The weights of other encoders in the Transformer twin give their outputs, and in a Linformer a start."""
 
+import argparse
+import itertools
+
 import pytest
 import torch
 import transformers
+from torch.nn import functional
 from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 
-from linformers import LinformerModel
-from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_pretrained
+from linformers import LinformerForMaskedLM, LinformerModel
+from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_fairseq, from_pretrained
 
 from . import modes
 from .modes import refused
+from .test_resizing import Payload
 
 SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "type_vocab_size": 2}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 25}
@@ -212,3 +217,96 @@ def test_invalid_changes_are_named(fields, changes, fragment):
 def test_the_config_of_roberta_is_refused_with_the_way_to_convert_it():
     with pytest.raises(TypeError, match=r"linformers\.convert\.from_pretrained converts other encoders"):
         LinformerModel(RobertaConfig())
+
+
+# fairseq.
+
+
+def fairseq_state(sharing, n=12, k=4, d=8, layers=2, vocab=20):
+    """A state dict in the layout of `examples/linformer`, with the names of its older and newer versions."""
+    shapes = {"embed_tokens.weight": (vocab, d), "embed_positions.weight": (n + 2, d)}
+    norms = ["emb_layer_norm" if sharing == "headwise" else "layernorm_embedding"]
+    if sharing == "layerwise":
+        shapes |= {"compress_layer.weight": (k, n), "compress_layer.bias": (k,)}
+    for i in range(layers):
+        layer = f"layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= {f"{layer}.self_attn.{name}.weight": (d, d), f"{layer}.self_attn.{name}.bias": (d,)}
+        for name in {"headwise": "kv", "key-value": "k"}.get(sharing, ""):
+            shapes[f"{layer}.self_attn.compress_{name}.weight"] = (k, n)
+        shapes |= {f"{layer}.fc1.weight": (12, d), f"{layer}.fc1.bias": (12,), f"{layer}.fc2.weight": (d, 12)}
+        shapes[f"{layer}.fc2.bias"] = (d,)
+        norms += [f"{layer}.self_attn_layer_norm", f"{layer}.final_layer_norm"]
+    shapes |= {f"{norm}.{part}": (d,) for norm in norms for part in ("weight", "bias")}
+    state = {f"encoder.sentence_encoder.{name}": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    if sharing == "layerwise":  # every layer names the shared one again
+        for i, (kind, part) in itertools.product(range(layers), itertools.product("kv", ("weight", "bias"))):
+            own = f"encoder.sentence_encoder.layers.{i}.self_attn.compress_{kind}.{part}"
+            state[own] = state[f"encoder.sentence_encoder.compress_layer.{part}"]
+    shapes = {"dense.weight": (d, d), "dense.bias": (d,), "layer_norm.weight": (d,), "layer_norm.bias": (d,)}
+    state |= {f"encoder.lm_head.{name}": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    state["encoder.lm_head.weight"] = state["encoder.sentence_encoder.embed_tokens.weight"]
+    return {**state, "encoder.lm_head.bias": torch.randn(vocab), "encoder.version": torch.tensor(2)}
+
+
+def by_fairseq(state, ids, heads=2):
+    """The logits, as the code of fairseq computes them."""
+    own = {name.partition("sentence_encoder.")[2]: value for name, value in state.items()}
+
+    def linear(x, name):
+        return functional.linear(x, own[f"{name}.weight"], own[f"{name}.bias"])
+
+    def norm(x, name):
+        return functional.layer_norm(x, x.shape[-1:], own[f"{name}.weight"], own[f"{name}.bias"])
+
+    x = own["embed_tokens.weight"][ids] + own["embed_positions.weight"][2 : 2 + ids.shape[1]]
+    x = norm(x, "emb_layer_norm" if "emb_layer_norm.weight" in own else "layernorm_embedding")
+    for i in range(2):
+        layer = f"layers.{i}"
+        E = own[f"{layer}.self_attn.compress_k.weight"][:, : x.shape[1]]
+        F = own.get(f"{layer}.self_attn.compress_v.weight", own[f"{layer}.self_attn.compress_k.weight"])[
+            :, : x.shape[1]
+        ]
+        inputs = (x, E @ x, F @ x)
+        query, key, value = (
+            linear(source, f"{layer}.self_attn.{name}").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for source, name in zip(inputs, ("q_proj", "k_proj", "v_proj"), strict=True)
+        )
+        probs = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+        attended = linear((probs @ value).transpose(1, 2).flatten(2), f"{layer}.self_attn.out_proj")
+        x = norm(x + attended, f"{layer}.self_attn_layer_norm")
+        x = norm(x + linear(functional.gelu(linear(x, f"{layer}.fc1")), f"{layer}.fc2"), f"{layer}.final_layer_norm")
+    head = {name.partition("lm_head.")[2]: value for name, value in state.items()}
+    x = functional.gelu(functional.linear(x, head["dense.weight"], head["dense.bias"]))
+    x = functional.layer_norm(x, x.shape[-1:], head["layer_norm.weight"], head["layer_norm.bias"])
+    return functional.linear(x, head["weight"], head["bias"])
+
+
+@pytest.mark.parametrize("sharing", ["headwise", "key-value", "layerwise"])
+def test_checkpoints_of_fairseq(sharing, tmp_path):
+    state = fairseq_state(sharing)
+    torch.save({"model": state, "args": argparse.Namespace(compressed=3)}, tmp_path / "checkpoint.pt")
+    for source in (state, {"model": state}, tmp_path / "checkpoint.pt"):
+        model = from_fairseq(source, num_attention_heads=2)
+        for length in (12, 7):
+            ids = torch.randint(3, 20, (2, length))
+            assert_near(model(ids).logits, by_fairseq(state, ids))
+    assert (model.config.sharing, model.config.projected_length) == (sharing, 4)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(LinformerForMaskedLM.from_pretrained(tmp_path / "saved")(ids).logits, model(ids).logits)
+
+
+def test_wrong_checkpoints_of_fairseq(tmp_path):
+    state = fairseq_state("headwise")
+    for part in ("compress_", "embed_positions", "lm_head.dense.weight"):
+        with refused("the checkpoint is not a Linformer of fairseq: it has no"):
+            from_fairseq({name: value for name, value in state.items() if part not in name}, 2)
+    with refused("cannot be read: No such file"):
+        from_fairseq(tmp_path / "none.pt", 2)
+    trace = tmp_path / "trace"
+    torch.save({"model": state, "evil": Payload(trace)}, tmp_path / "evil.pt")
+    (tmp_path / "half.pt").write_bytes((tmp_path / "evil.pt").read_bytes()[:1000])
+    for name in ("evil.pt", "half.pt"):
+        with refused(f"{name} is damaged, or holds more than weights"):
+            from_fairseq(tmp_path / name, 2)
+    assert not trace.exists()

@@ -6,6 +6,7 @@ weights, reads longer text, and its cost grows linearly.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -336,3 +337,98 @@ def load(model: modeling.LinformerPreTrainedModel, weights: dict[str, Tensor]) -
     lost = unexpected + [key for key in missing if "projections." not in key and "far_bias" not in key]
     assert not lost, f"not converted: {lost}"
     return model
+
+
+# What fairseq calls them, after `sentence_encoder.` and in the head for masked words.
+FAIRSEQ: Names = (
+    ("embed_tokens", "embeddings.word_embeddings"),
+    ("embed_positions", "embeddings.position_embeddings"),
+    ("layernorm_embedding", "embeddings.norm"),
+    ("emb_layer_norm", "embeddings.norm"),
+    ("self_attn_layer_norm", "attention_norm"),
+    ("self_attn.q_proj", "attention.query"),
+    ("self_attn.k_proj", "attention.key"),
+    ("self_attn.v_proj", "attention.value"),
+    ("self_attn.out_proj", "attention.output"),
+    ("fc1", "feed_forward.intermediate"),
+    ("fc2", "feed_forward.output"),
+    ("final_layer_norm", "feed_forward_norm"),
+)
+FAIRSEQ_HEAD = {
+    "dense.weight": "head.dense.weight",
+    "dense.bias": "head.dense.bias",
+    "layer_norm.weight": "head.norm.weight",
+    "layer_norm.bias": "head.norm.bias",
+    "weight": "head.decoder.weight",
+    "bias": "head.decoder.bias",
+}
+FAIRSEQ_PADS = 2  # fairseq counts positions from 2, after its padding token 1
+
+
+@torch.no_grad()
+def from_fairseq(
+    checkpoint: str | Path | Mapping[str, Any], num_attention_heads: int, hidden_act: str = "gelu"
+) -> modeling.LinformerForMaskedLM:
+    """Load a checkpoint of the authors' code, `examples/linformer` in fairseq (Ott et al., 2019).
+
+    The result computes what the original computes for a text without padding; the original lets padding reach the
+    projected keys. Heads for classification are left out.
+
+    Args:
+        checkpoint: a `.pt` file, which is read without running any code in it, or the state dict in it.
+        num_attention_heads: h, which the weights do not tell.
+        hidden_act: the activation of the feed-forward networks.
+    """
+    state = checkpoint if isinstance(checkpoint, Mapping) else load_fairseq(Path(checkpoint))
+    state = state.get("model", state)
+    encoder, head = (
+        {name.partition(part)[2]: value for name, value in state.items() if part in name}
+        for part in ("sentence_encoder.", "lm_head.")
+    )
+    for name in ("embed_tokens.weight", "embed_positions.weight", "layers.0.fc1.weight"):
+        if name not in encoder:
+            raise UserError(f"the checkpoint is not a Linformer of fairseq: it has no {name}")
+    layers = 1 + max(int(name.split(".")[1]) for name in encoder if name.startswith("layers."))
+    names = [f"layers.{i}.self_attn.compress_{kind}.weight" for i in range(layers) for kind in "kv"]
+    shared = "compress_layer.weight"
+    E = [encoder[shared]] if shared in encoder else [encoder[name] for name in names if name in encoder]
+    if not E or "dense.weight" not in head:
+        lost = "lm_head.dense.weight" if E else names[0]
+        raise UserError(f"the checkpoint is not a Linformer of fairseq: it has no {lost}")
+    sharing = "layerwise" if shared in encoder else "key-value" if len(E) == layers else "headwise"
+    (k, n), (vocab_size, hidden_size) = E[0].shape, encoder["embed_tokens.weight"].shape
+    config = LinformerConfig.paper(
+        n,
+        k,
+        sharing,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=num_attention_heads,
+        intermediate_size=len(encoder["layers.0.fc1.weight"]),
+        hidden_act=hidden_act,
+        type_vocab_size=1,
+    )
+    weights = {"linformer.embeddings.token_type_embeddings.weight": torch.zeros(1, hidden_size)}
+    for name, value in encoder.items():
+        if "compress" in name or name == "version":
+            continue
+        for theirs, ours in FAIRSEQ:
+            name = name.replace(theirs, ours)
+        if "position_embeddings" in name:
+            value = value[FAIRSEQ_PADS : n + FAIRSEQ_PADS]
+        weights[f"linformer.{name}"] = value
+    weights |= {FAIRSEQ_HEAD[name]: value for name, value in head.items() if name in FAIRSEQ_HEAD}
+    weights |= {f"linformer.projections.{i}.delta": matrix.T for i, matrix in enumerate(E)}  # s = 1, and E starts at 0
+    return load(modeling.LinformerForMaskedLM(config), weights).eval()
+
+
+def load_fairseq(path: Path) -> dict[str, Any]:
+    """Unpickle tensors, containers and the namespace of arguments that fairseq saves, and nothing else."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # of pickle, zip files and torch
+        raise UserError(f"{path} is damaged, or holds more than weights: {str(error).splitlines()[0]}") from None
