@@ -11,6 +11,7 @@ import typer
 
 from linformers_cli import run_script
 
+from ..training.test_adopt import source
 from .test_efficiency import out_of_memory
 
 
@@ -116,3 +117,17 @@ def test_mistakes(script, arguments, message, run, tmp_path, capsys, monkeypatch
     (tmp_path / "FILE").touch()
     assert run(script, "--out", tmp_path, *arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_conversion(tmp_path, run, monkeypatch):
+    import conversion
+
+    monkeypatch.setattr(conversion, "STARTS", {name: conversion.STARTS[name] for name in list(conversion.STARTS)[:2]})
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 20)
+    model, out = source(tmp_path / "in"), tmp_path / "out"
+    assert run("conversion", model, "--text", tmp_path / "text.txt", "--passages", 4, "--out", out) == 0
+    record = json.loads((out / "starts.json").read_text())
+    first, second = list(conversion.STARTS)
+    assert list(record["rows"]) == [first, f"{first}, without projected", f"{first}, without window", second]
+    assert all(-1 <= value <= 1 for row in record["rows"].values() for value in row.values())
+    assert {"command", "commit", "torch", "device"} <= record.keys()
