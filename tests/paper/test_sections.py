@@ -1,5 +1,6 @@
 """From raw text to the page of results, with tiny models; and the verdicts on the paper's claims."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,8 @@ from paper.overview import BASELINE, times
 
 from linformers import plots
 from linformers.errors import UserError
-from paper import chosen_k, experiments, figure3, long, page, quality, recall, sections, table1, table2, table3
+from linformers.training.recipe import read
+from paper import chosen_k, experiments, figure3, length, long, page, quality, recall, sections, table1, table2, table3
 
 ROOT = Path(__file__).parents[2]
 
@@ -293,3 +295,15 @@ def test_a_recurrent_layer_continues_from_piece_to_piece(monkeypatch):
     whole = layer(x)
     monkeypatch.setattr(table1.Recurrent, "PIECE", 4)
     torch.testing.assert_close(layer(x), whole)
+
+
+def test_runs_of_long_input_have_recipes_and_names_of_their_own():
+    work = Workspace()
+    names = length.names(work)
+    assert len(names) == len(set(names)) > 20
+    for name, own in length.VARIANTS.items():
+        recipe = read(ROOT / "recipes" / "long.yaml", [f"variant={own.variant}", f"steps={own.steps}", *own.changes])
+        assert recipe.batch_size * recipe.max_length == 2**15, name  # tokens of a step
+        assert not own.start or own.steps + length.VARIANTS[own.start].steps == length.STEPS
+    small = dataclasses.replace(work, small=True)
+    assert {name for name in names if "upper" in name} == set(names) - set(length.names(small))

@@ -1,0 +1,135 @@
+"""Long input: n = 4096 and more on Wikipedia and books, with rotary positions, beside the twin and windows alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from linformers.training.predict import BRANCHES, perplexity
+
+from .experiments import Workspace, corpus, prepare, pretraining
+from .jobs import Job
+from .sections import main
+
+TITLE = "Long input: n = 4096 and more"
+RECIPE, STEPS, LONG = "long", 4000, 12000
+ROWS = 128  # of 4,096 tokens, of each validation set; fewer of longer rows
+RATES = (5e-4, 1e-3, 2e-3)
+MASK_SHARE = 0.15
+
+
+class Variant(NamedTuple):
+    """A variant of the recipe, changes to it, its steps and seeds, and the run whose model it starts from."""
+
+    variant: str
+    changes: tuple[str, ...] = ()
+    steps: int = STEPS
+    seeds: int = 1
+    start: str = ""
+
+
+LINFORMER, UPPER, WINDOW, WIDE, TWIN = "k=256 w=64", "k=256 w=64 upper", "w=64", "w=192", "twin"
+RECIPES = {LINFORMER: "k256-w64", UPPER: "k256-w64-upper", WINDOW: "w64", WIDE: "w192", TWIN: "twin"}
+VARIANTS: dict[str, Variant] = {
+    **{name: Variant(RECIPES[name], seeds=1 if name == TWIN else 3) for name in RECIPES},
+    **{f"twin, rate {rate:g}": Variant("twin", (f"learning_rate={rate}",)) for rate in RATES if rate != 1e-3},
+    **{f"{name}, {LONG:,} steps": Variant(own, steps=LONG) for name, own in RECIPES.items()},
+}
+# The same number of tokens: 80% in rows of 1,024 tokens, the rest in longer ones.
+SHORT = "k=256 w=64, n=1024"
+VARIANTS[SHORT] = Variant("k256-w64", ("model.max_position_embeddings=1024", "batch_size=32"), STEPS * 4 // 5)
+for _n, _k in ((4096, 256), (8192, 256), (8192, 512), (16384, 256), (16384, 1024)):
+    _changes = (f"model.max_position_embeddings={_n}", f"batch_size={2**15 // _n}", f"model.projected_length={_k}")
+    VARIANTS[f"k={_k} w=64, n=1024 to {_n}"] = Variant("k256-w64", _changes, STEPS // 5, start=SHORT)
+# Without a window, E learns at its own rate and learned positions help rotary ones.
+VARIANTS |= {f"n=2048 {name}": Variant(f"n2048-{name}") for name in ("k256", "twin")}
+
+
+def run_name(name: str, seed: int = 0) -> str:
+    return f"length/{name.replace(', ', '-').replace(' ', '-').replace('=', '').replace(',', '')}-s{seed}"
+
+
+def variants(work: Workspace) -> dict[str, Variant]:
+    """Tiny models have two layers, and no upper half."""
+    return {name: own for name, own in VARIANTS.items() if not (work.small and own.variant == RECIPES[UPPER])}
+
+
+def names(work: Workspace) -> list[str]:
+    return [run_name(name, seed) for name, own in variants(work).items() for seed in range(own.seeds)]
+
+
+def jobs(work: Workspace) -> list[Job]:
+    """All first seeds, then the others; a run that starts from another comes after it."""
+    tokens = corpus(work, "wiki-books")
+    held, found = held_out(work, tokens), dict[str, Job]()
+    for seed in range(max(own.seeds for own in VARIANTS.values())):
+        for name, own in variants(work).items():
+            if seed < own.seeds:
+                found[run_name(name, seed)] = variant_job(work, tokens, held, name, seed, found)
+    return list(found.values())
+
+
+def held_out(work: Workspace, tokens: Path) -> dict[str, Path]:
+    """A corpus for each validation set; what it would train on is the other one's text."""
+    files = {name: sorted(work.folder(name).glob("validation*")) for name in ("wiki", "books")}
+    options = {"tokenizer": tokens / "tokenizer"}
+    return {
+        name: prepare(work, f"held-out-{name}", files[other], files[name], options)
+        for name, other in (("wiki", "books"), ("books", "wiki"))
+    }
+
+
+def variant_job(
+    work: Workspace, tokens: Path, held: dict[str, Path], name: str, seed: int, others: dict[str, Job]
+) -> Job:
+    own = VARIANTS[name]
+    first = others[run_name(own.start)] if own.start else None
+    changes = [f"variant={own.variant}", f"steps={own.steps}", *own.changes, f"seed={seed}"]
+    if first is not None:
+        changes += [f"start={first.model}", "warmup_steps=100"]
+    job = pretraining(work, tokens, RECIPE, run_name(name, seed), changes)
+    description = {**job.description, **({"start": first.key} if first is not None else {})}
+
+    def collect() -> dict[str, Any]:
+        return {**job.collect(), "validation": validation(job.model, held, with_branches=seed == 0)}
+
+    return dataclasses.replace(job, description=description, collect=collect, after=first)
+
+
+def validation(model: Path, held: dict[str, Path], with_branches: bool) -> dict[str, dict[str, float]]:
+    """The perplexity on each validation set and, if the model has both kinds of keys, without each of them."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(model)
+    rows = max(1, ROWS * 4096 // config.max_position_embeddings)
+    both = config.projection == "linear" and all(config.local_windows) and all(map(any, config.projected_lengths))
+    branches = (None, *(BRANCHES if with_branches and both else ()))
+    return {
+        name: {
+            f"without {branch}" if branch else "perplexity": perplexity(
+                model, data, Console(quiet=True), rows, MASK_SHARE, branch
+            )["perplexity"]
+            for branch in branches
+        }
+        for name, data in held.items()
+    }
+
+
+def collect(work: Workspace) -> dict[str, Any]:
+    """The result of each seed of each variant; variants without any are missing."""
+    results, origins = work.records.results_of(names(work))
+    found = {
+        name: [results[run] for run in (run_name(name, seed) for seed in range(own.seeds)) if run in results]
+        for name, own in variants(work).items()
+    }
+    missing = [run.partition("/")[2] for run in names(work) if run not in results]
+    return {"runs": origins, "variants": {name: own for name, own in found.items() if own}, "missing": missing}
+
+
+if __name__ == "__main__":
+    main(["length"])
