@@ -155,7 +155,9 @@ def prepare(
 
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a BERT, RoBERTa, DistilBERT or ELECTRA.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder or hub name of a BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT or ELECTRA.")
+    ],
     out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the converted model.")],
     length: Annotated[int, typer.Option(min=1, help="Longest input of the result, n.")] = 4096,
     projected: Annotated[int, typer.Option(min=1, help="Projected length k.")] = 256,
@@ -168,16 +170,22 @@ def convert(
         list[Path] | None,
         typer.Option(exists=True, help="Text to train on, so that the result agrees more; can be repeated."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of --distill.")] = 500,
-    batch_size: Annotated[int, typer.Option(min=1, help="Documents in a step of --distill.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of --distill.")] = 3e-4,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of --distill.", show_default="500")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Documents in a step of --distill.", show_default="8")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate of --distill.", show_default="0.0003")
+    ] = None,
     revision: Revision = None,
 ) -> None:
     """Turn an encoder with full attention into a long, linear one, and report how alike they are."""
     from linformers.training import adopt
 
     config: dict[str, Any] = {"length": length, "projected_length": projected, "local_window": window}
-    settings = adopt.Settings(steps, batch_size, learning_rate)
+    given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = adopt.Settings(**given) if given else None
     texts: dict[str, Any] = {"text": text or (), "distill": distill or (), "settings": settings, "revision": revision}
     raise typer.Exit(adopt.adopt(model, out, **texts, **config, console=_console(), command=_command()))
 

@@ -164,6 +164,7 @@ OBSTACLES = {
     "big_bird": "it is long already, with attention of its own",
     "t5": "it is an encoder with a decoder",
     "bart": "it is an encoder with a decoder",
+    "linformer": "it is a Linformer already; resize_length lengthens it",
     "gpt2": "it is a decoder, and Linformer has no causal mode",
     "llama": "it is a decoder, and Linformer has no causal mode",
 }
@@ -210,7 +211,8 @@ def from_pretrained(
     Args:
         model: a model of transformers, or the folder or hub name of one: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT or
             ELECTRA.
-        length: n of the result; learned positions are repeated. `None`: 4096, or the original's with `"identity"`.
+        length: n of the result; learned positions are repeated, chunk by chunk. `None`: 4096, or the original's with
+            `"identity"`.
         projection: as in `LinformerConfig`.
         revision: the branch, tag or commit of a hub name.
         **config: other fields of `LinformerConfig`, such as `projected_length=256` and `local_window=64`, the defaults.
@@ -225,13 +227,26 @@ def from_pretrained(
     twin = load(CLASSES[head](LinformerConfig(**fields)), weights_of(original, architecture, head))
     if length is None:
         length = fields["max_position_embeddings"] if projection == "identity" else DEFAULT_LENGTH
-    twin.resize_length(length)
+    repeat_positions(twin, length)
     fields |= {"projection": projection, "max_position_embeddings": length}
     if projection != "identity":
         fields |= {"projected_length": None, "local_window": None}  # the defaults for this length
         fields |= {"projection_init": "sample", "initial_far_bias": FAR_BIAS}
     result = load(CLASSES[head](LinformerConfig(**{**fields, **config})), twin.state_dict())
     return result.to(original.device, original.dtype).train(original.training)
+
+
+def repeat_positions(twin: modeling.LinformerPreTrainedModel, length: int) -> None:
+    """Resize a model so that each token of a long text has the position that it would have in its chunk.
+
+    Chunks of the original's length begin and end with a special token, so their text is two tokens shorter.
+    """
+    n = twin.config.max_position_embeddings
+    positions = twin.base_model.embeddings.position_embeddings.weight.clone()
+    twin.resize_length(length)
+    if length > n > 2:
+        rows = 1 + torch.arange(n - 1, length - 1) % (n - 2)
+        twin.base_model.embeddings.position_embeddings.weight[n:] = positions[rows]
 
 
 def load_original(name: str, revision: str | None = None) -> PreTrainedModel:
@@ -248,6 +263,8 @@ def load_original(name: str, revision: str | None = None) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
+        if isinstance(error, OSError) and not Path(name).exists():
+            raise UserError(f"model={name!r} is neither a folder nor a name on the hub that can be reached") from None
         raise UserError(f"model={name!r} does not load: {str(error).splitlines()[0]}") from None
 
 

@@ -163,7 +163,9 @@ def test_distillation_lowers_the_error(text, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     metrics = []
     monkeypatch.setattr(adopt, "clean", lambda run: metrics.extend(read_metrics(run)))
-    distilled(source(tmp_path / "in", "bert"), tmp_path / "out", text, corpus, learning_rate=1e-2)
+    report = distilled(source(tmp_path / "in", "bert"), tmp_path / "out", text, corpus, learning_rate=1e-2)
+    assert report.keys() > {"before distillation", "converted"}
+    assert "with whose weights it started, then distilled from it" in (tmp_path / "out" / "README.md").read_text()
     errors = [entry["error"] for entry in metrics if "error" in entry]
     assert len(errors) == 5
     assert errors[-1] < 0.8 * errors[0]
@@ -206,21 +208,23 @@ def test_wrong_arguments(text, tmp_path):
     folder = source(tmp_path / "in")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with refused(f"out='{tmp_path / 'full'}' is not empty: choose a new folder"):
+    with refused(f"out='{tmp_path / 'full'}' is not an empty folder: choose a new one"):
         convert(folder, tmp_path / "full", text)
     (tmp_path / "short.txt").write_text("short")
-    with refused("the texts have 0 passages of 25 tokens, but at least 2 are needed to compare"):
+    with refused("text has 0 passages of 25 tokens, but comparing takes at least 2"):
         convert(folder, tmp_path / "out", tmp_path / "short.txt")
     with refused("projected_length=65 exceeds max_position_embeddings=64"):
         convert(folder, tmp_path / "out", text, projected_length=65)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with refused("has no tokenizer: its vocabulary holds special tokens alone"):
+    with refused("has no tokenizer files"):
         convert(folder, tmp_path / "out", text)
     shutil.rmtree(folder)
-    with refused("does not load"):
+    with refused("is neither a folder nor a name on the hub that can be reached"):
         convert(folder, tmp_path / "out", text)
-    assert not (tmp_path / "out" / "config.json").exists()
+    with refused("steps, batch_size and learning_rate have no effect without distill"):
+        convert(folder, tmp_path / "out", text, settings=adopt.Settings())
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_manual_of_python_is_the_default_text():

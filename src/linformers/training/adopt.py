@@ -71,32 +71,36 @@ def adopt(
         command: for the card.
         **config: arguments of `convert.from_pretrained`.
     """
-    make_folder("out", out)
-    if any(out.iterdir()):
-        raise UserError(f"out={str(out)!r} is not empty: choose a new folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    make_folder("out", out.parent)
+    if settings is not None and not distill:
+        raise UserError("steps, batch_size and learning_rate have no effect without distill, the text to train on")
     files = find_files(text, "text") if text else []
     texts = find_files(distill, "text") if distill else []
     original = convert.load_original(model, revision)
     converted = convert.from_pretrained(original, **config)
     tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # what transformers makes of no file at all
-        raise UserError(f"model={model!r} has no tokenizer: its vocabulary holds special tokens alone")
+        raise UserError(f"model={model!r} has no tokenizer files")
     limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
     n = converted.config.max_position_embeddings
     longest, tokenizer.model_max_length = min(limit, n), n
     before, after = special_tokens(tokenizer)
     passages = encode_passages(tokenizer, read(files), longest)
+    pooling = SentencePooling.of(source_folder(model, revision))
+    report = {}
     if texts:
+        report["before distillation"] = compare_all(original, converted, tokenizer, passages, pooling, console)[
+            "converted"
+        ]
         rows, run = encode_documents(texts, tokenizer, n, before, after), out.with_name(f"{out.name}.distillation")
         recorded = {"model": model, "revision": revision, "config": config, "rows": len(rows), "hash": rows_hash(rows)}
         sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
         code = run_distillation(converted, original, rows, run, settings or Settings(), recorded, console, **sizes)
         if code:
             return code
-    pooling = SentencePooling.of(source_folder(model, revision))
-    for network in (original, converted):
-        network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    report = compare(original, converted, tokenizer, passages, pooling.pool, console)
+    report = compare_all(original, converted, tokenizer, passages, pooling, console) | report
     report["tokens_per_second"] = {
         f"original, {limit} tokens": round(speed(original, limit)),
         f"converted, {n} tokens": round(speed(converted, n)),
@@ -113,6 +117,20 @@ def adopt(
         clean(run)
     console.print(f"model in {out}", markup=False, highlight=False)
     return 0
+
+
+def compare_all(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    passages: Sequence[Sequence[int]],
+    pooling: SentencePooling,
+    console: Console,
+) -> dict[str, Any]:
+    """`compare` on the GPU if there is one."""
+    for network in (original, converted):
+        network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return compare(original, converted, tokenizer, passages, pooling.pool, console)
 
 
 def read(files: Sequence[Path]) -> Iterator[str]:
@@ -140,7 +158,7 @@ def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], le
             break
     rows = [*found, *others][:PASSAGES]
     if len(rows) < 2:
-        raise UserError(f"the texts have {len(rows)} passages of {length} tokens, but at least 2 are needed to compare")
+        raise UserError(f"text has {len(rows)} passages of {length} tokens, but comparing takes at least 2")
     return [[*before, *row, *after] for row in rows]
 
 
@@ -299,9 +317,13 @@ def card_of(model: str, revision: str | None, converted: PreTrainedModel, report
     models = {row: values for row, values in report.items() if row != "tokens_per_second"}
     rows = [f"| {row} | {' | '.join(f'{value:.3f}' for value in values.values())} |" for row, values in models.items()]
     speeds = "\n".join(f"- {value:,} tokens a second: {kind}" for kind, value in report["tokens_per_second"].items())
+    at = f" (revision `{revision}`)" if revision else ""
+    weights = "whose weights it has"
+    if "before distillation" in report:
+        weights = "with whose weights it started, then distilled from it"
     text = f"""\
-Converted from `{model}`{f" (revision `{revision}`)" if revision else ""}, whose weights it has. Agreement on passages
-that the original can read:
+Converted from `{model}`{at}, {weights}.
+Agreement on passages that the original can read:
 
 | | {" | ".join(measures)} |
 |---|{"---|" * len(measures)}

@@ -121,7 +121,7 @@ def encode_documents(
                 row = np.array([*before, *ids[start : start + size], *after], dtype=np.int32)
                 rows.append({"input_ids": row, "label": 0})
     if len(rows) < 2:
-        raise UserError(f"the texts have {len(rows)} documents, but at least 2 are needed to distill and to validate")
+        raise UserError(f"distill has {len(rows)} documents, but it takes at least 2: to train on and to validate with")
     return rows
 
 
