@@ -44,7 +44,7 @@ VARIANTS[SHORT] = Variant("k256-w64", ("model.max_position_embeddings=1024", "ba
 for _n, _k in ((4096, 256), (8192, 256), (8192, 512), (16384, 256), (16384, 1024)):
     _changes = (f"model.max_position_embeddings={_n}", f"batch_size={2**15 // _n}", f"model.projected_length={_k}")
     VARIANTS[f"k={_k} w=64, n=1024 to {_n}"] = Variant("k256-w64", _changes, STEPS // 5, start=SHORT)
-# Without a window, E learns at its own rate and learned positions help rotary ones.
+# Without a window.
 VARIANTS |= {f"n=2048 {name}": Variant(f"n2048-{name}") for name in ("k256", "twin")}
 
 
