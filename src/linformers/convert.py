@@ -260,9 +260,9 @@ def load_original(name: str, revision: str | None = None) -> PreTrainedModel:
         if model_class is None:
             raise UserError(f"model={name!r} is a {classes[0]}, which transformers does not have")
         return model_class.from_pretrained(name, **options).eval()
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         if isinstance(error, OSError) and not Path(name).exists():
             raise UserError(f"model={name!r} is neither a folder nor a name on the hub that can be reached") from None
         raise UserError(f"model={name!r} does not load: {str(error).splitlines()[0]}") from None

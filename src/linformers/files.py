@@ -27,9 +27,13 @@ MODEL_FILES = ("config.json", "model*.safetensors", "model*.safetensors.index.js
 TOKENIZER_FILES = ("*token*.json",)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; any other content, and a file that cannot be read, raises a `UserError`."""
-    return parse_json(read_bytes(path), path)
+# sentence-transformers writes a list, everyone else an object.
+LISTS = ("modules.json",)
+
+
+def read_json(path: Path) -> Any:
+    """The object in a JSON file, or the list in one of `LISTS`; anything else raises a `UserError`."""
+    return parse_json(read_bytes(path), path, list if path.name in LISTS else dict)
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -46,8 +50,8 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     return content
 
 
-def parse_json(content: str | bytes, where: object) -> dict[str, Any]:
-    """The object in a JSON text; `where` names the text in errors."""
+def parse_json(content: str | bytes, where: object, kind: type = dict) -> Any:
+    """The object in a JSON text, or the list; `where` names the text in errors."""
     too_deep = f"{where} is damaged: its lists and objects are nested more than {MAX_DEPTH} deep"
     try:
         parsed = json.loads(content)
@@ -55,8 +59,8 @@ def parse_json(content: str | bytes, where: object) -> dict[str, Any]:
         raise UserError(f"{where} is damaged: it is not JSON ({error})") from None
     except RecursionError:
         raise UserError(too_deep) from None
-    if not isinstance(parsed, dict):
-        raise UserError(f"{where} is damaged: it is not a JSON object")
+    if not isinstance(parsed, kind):
+        raise UserError(f"{where} is damaged: it is not a JSON {'list' if kind is list else 'object'}")
     level: list[Any] = [parsed]
     for _ in range(MAX_DEPTH):
         parts = (part for own in level for part in (own.values() if isinstance(own, dict) else own))

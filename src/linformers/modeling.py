@@ -39,13 +39,7 @@ from .ops.ranks import Ranks, reorder, zero_padding
 from .ops.rotary import Rotation
 from .pooling import first_real_token, mean_of_real_tokens
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
-from .resizing import (
-    check_checkpoint,
-    check_weights,
-    refuse_other_length,
-    remove_older_weights,
-    resize_length,
-)
+from .resizing import check_checkpoint, check_weights, refuse_other_length, remove_older_weights, resize_length
 
 logger = logging.get_logger(__name__)
 

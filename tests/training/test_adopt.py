@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from linformers import LinformerConfig, files
-from linformers.training import adopt, predict
+from linformers.training import adopt, predict, rows
 from linformers.training.distill import DistillationTrainer
 from linformers.training.trainer import read_metrics
 
@@ -138,6 +138,7 @@ def test_pooling_of_sentence_transformers_comes_along(mode, layout, text, tmp_pa
     assert json.loads((out / "sentence_bert_config.json").read_text()) == {"max_seq_length": 64, "do_lower_case": False}
     assert json.loads((out / "config_sentence_transformers.json").read_text())["prompts"] == {"query": "query: "}
     assert files.damage(out) is None
+    assert rows.load_tokenizer(out).model_max_length == 64  # as our commands load it
     for spoiled in ("{}", "[1]", "[" * 10**5):
         (folder / "modules.json").write_text(spoiled)
         with refused("modules.json is damaged: it is not a list of modules"):

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +89,19 @@ def adopt(
     longest, tokenizer.model_max_length = min(limit, n), n
     before, after = special_tokens(tokenizer)
     passages = encode_passages(tokenizer, read(files), longest)
-    pooling = SentencePooling.of(source_folder(model, revision))
+    pooling = SentencePooling(source_folder(model, revision))
+    inputs = (tokenizer, passages, pooling.pool, console)
     report = {}
     if texts:
-        report["before distillation"] = compare_all(original, converted, tokenizer, passages, pooling, console)[
-            "converted"
-        ]
+        report["before distillation"] = compare(original, converted, *inputs, branches=())["converted"]
         rows, run = encode_documents(texts, tokenizer, n, before, after), out.with_name(f"{out.name}.distillation")
         recorded = {"model": model, "revision": revision, "config": config, "rows": len(rows), "hash": rows_hash(rows)}
         sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
         code = run_distillation(converted, original, rows, run, settings or Settings(), recorded, console, **sizes)
         if code:
             return code
-    report = compare_all(original, converted, tokenizer, passages, pooling, console) | report
+    both = converted.config.projection == "linear" and all(converted.config.local_windows)
+    report = compare(original, converted, *inputs, branches=BRANCHES if both else ()) | report
     report["tokens_per_second"] = {
         f"original, {limit} tokens": round(speed(original, limit)),
         f"converted, {n} tokens": round(speed(converted, n)),
@@ -117,20 +118,6 @@ def adopt(
         clean(run)
     console.print(f"model in {out}", markup=False, highlight=False)
     return 0
-
-
-def compare_all(
-    original: PreTrainedModel,
-    converted: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    passages: Sequence[Sequence[int]],
-    pooling: SentencePooling,
-    console: Console,
-) -> dict[str, Any]:
-    """`compare` on the GPU if there is one."""
-    for network in (original, converted):
-        network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    return compare(original, converted, tokenizer, passages, pooling.pool, console)
 
 
 def read(files: Sequence[Path]) -> Iterator[str]:
@@ -172,19 +159,15 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
 class SentencePooling:
     """How a folder of sentence-transformers makes a vector of a text; the mean of all tokens for other folders."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder if (folder / "modules.json").exists() else None
         self.first_token = False
-        for path in sorted(folder.glob("*_Pooling/config.json")) if folder else []:
+        for path in sorted(folder.glob("*_Pooling/config.json")) if self.folder else []:
             modes = read_json(path)
             used = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
             if "pooling_mode" in modes:  # from sentence-transformers 5.4 on
                 used = [f"pooling_mode_{modes['pooling_mode']}"]
             self.first_token = bool(used) and all("cls" in name for name in used)
-
-    @classmethod
-    def of(cls, folder: Path) -> SentencePooling:
-        return cls(folder if (folder / "modules.json").exists() else None)
 
     def pool(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
         return (first_real_token if self.first_token else mean_of_real_tokens)(hidden_states, mask)
@@ -196,7 +179,7 @@ class SentencePooling:
         for name in SENTENCE_FILES:
             if (self.folder / name).exists():
                 shutil.copy(self.folder / name, folder / name)
-        for module in read_json_list(self.folder / "modules.json"):
+        for module in read_modules(self.folder / "modules.json"):
             path = Path(str(module.get("path", "")))
             if path.name and path.name == str(path) and (self.folder / path / "config.json").exists():
                 (folder / path).mkdir()
@@ -206,13 +189,12 @@ class SentencePooling:
             (folder / "sentence_bert_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """`modules.json` is a list, unlike our own files."""
-    try:
-        modules = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        modules = None
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+def read_modules(path: Path) -> list[dict[str, Any]]:
+    """The modules of a sentence-transformers folder."""
+    modules = None
+    with suppress(UserError):
+        modules = read_json(path)
+    if modules is None or not all(isinstance(module, dict) for module in modules):
         raise UserError(f"{path} is damaged: it is not a list of modules of sentence-transformers")
     return modules
 
@@ -233,10 +215,13 @@ def compare(
     passages: Sequence[Sequence[int]],
     pool: Callable[[Tensor, Tensor | None], Tensor],
     console: Console,
+    *,
+    branches: Sequence[str],
 ) -> dict[str, Any]:
-    """How alike two models are on the same passages: as converted, and without each branch."""
+    """How alike two models are on the same passages: as converted, and without each of the branches."""
+    for network in (original, converted):
+        network.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     ids = torch.tensor(passages)
-    branches = BRANCHES if converted.config.projection == "linear" and all(converted.config.local_windows) else ()
     models: dict[str, Any] = {"converted": lambda: converted}
     for branch in branches:
         models[f"without {branch}"] = lambda branch=branch: without_branch(copy.deepcopy(converted), branch)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +72,27 @@ def verify(folder: Path, accept: bool, console: Console) -> None:
         folder: of a model, a checkpoint, a tokenizer or a corpus; a corpus cannot be accepted.
     """
     check_no_run("folder", folder)
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    found: list[tuple[Path, str | None]] = []
     if any(folder.glob("train-*.bin")):
         if accept:
             raise UserError(
                 f"folder={str(folder)!r} is a corpus, which cannot be changed: run linformers prepare again"
             )
         Corpus.open(folder).verify()
-        lines = [f"{folder} is intact"]
+        found = [(folder, None)]
     elif not any((folder / name).exists() for name in ("config.json", "tokenizer.json")) and not weights_in(folder):
         raise UserError(f"folder={str(folder)!r} holds no model, checkpoint, tokenizer or corpus")
     elif accept:
-        lines = list(accept_files(folder))
+        for line in accept_files(folder):
+            show(line)
     elif not (folder / MANIFEST).exists():
         raise UserError(f"folder={str(folder)!r} has no {MANIFEST}; to write one, run: {accepting(folder)}")
     else:
-        lines = [wrong or f"{path} is intact" for path, wrong in states(folder)]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if not accept and any(not line.endswith("is intact") for line in lines):
+        found = list(states(folder))
+    for path, wrong in found:
+        show(wrong or f"{path} is intact")
+    if any(wrong for _, wrong in found):
         raise UserError(
             f"folder={str(folder)!r} is damaged; restore it or, if it was changed on purpose, run: {accepting(folder)}"
         )
