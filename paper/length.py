@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from linformers.training.predict import BRANCHES, perplexity
+from linformers import LinformerConfig
+from linformers.training.predict import BRANCHES, evaluate, perplexity
 
-from .experiments import Workspace, corpus, prepare, pretraining
+from . import recall
+from .experiments import Task, Tuning, Workspace, corpus, finetuning, hashes, prepare, pretraining
 from .jobs import Job
 from .sections import main
 
@@ -36,7 +38,7 @@ RECIPES = {LINFORMER: "k256-w64", UPPER: "k256-w64-upper", WINDOW: "w64", WIDE: 
 VARIANTS: dict[str, Variant] = {
     **{name: Variant(RECIPES[name], seeds=1 if name == TWIN else 3) for name in RECIPES},
     **{f"twin, rate {rate:g}": Variant("twin", (f"learning_rate={rate}",)) for rate in RATES if rate != 1e-3},
-    **{f"{name}, {LONG:,} steps": Variant(own, steps=LONG) for name, own in RECIPES.items()},
+    **{f"{name}, {LONG:,} steps": Variant(RECIPES[name], steps=LONG) for name in (LINFORMER, WINDOW)},
 }
 # The same number of tokens: 80% in rows of 1,024 tokens, the rest in longer ones.
 SHORT = "k=256 w=64, n=1024"
@@ -46,6 +48,10 @@ for _n, _k in ((4096, 256), (8192, 256), (8192, 512), (16384, 256), (16384, 1024
     VARIANTS[f"k={_k} w=64, n=1024 to {_n}"] = Variant("k256-w64", _changes, STEPS // 5, start=SHORT)
 # Without a window.
 VARIANTS |= {f"n=2048 {name}": Variant(f"n2048-{name}") for name in ("k256", "twin")}
+
+# Recall of a word hidden in texts of about n tokens, further from the answer than any window reaches in 8 layers.
+SECRETS = {4096: recall.Sizes(16000, 500, 2700, 1350, 2650), 8192: recall.Sizes(8000, 500, 5400, 2700, 5300)}
+READERS = {4096: (LINFORMER, UPPER, WINDOW, WIDE), 8192: ("k=256 w=64, n=1024 to 8192", WINDOW)}
 
 
 def run_name(name: str, seed: int = 0) -> str:
@@ -58,7 +64,12 @@ def variants(work: Workspace) -> dict[str, Variant]:
 
 
 def names(work: Workspace) -> list[str]:
-    return [run_name(name, seed) for name, own in variants(work).items() for seed in range(own.seeds)]
+    trained = [run_name(name, seed) for name, own in variants(work).items() for seed in range(own.seeds)]
+    return trained + [recall_name(name, n) for n, own in READERS.items() for name in own if name in variants(work)]
+
+
+def recall_name(name: str, n: int) -> str:
+    return run_name(name).replace("length/", f"length/recall-{n}-")
 
 
 def jobs(work: Workspace) -> list[Job]:
@@ -69,7 +80,27 @@ def jobs(work: Workspace) -> list[Job]:
         for name, own in variants(work).items():
             if seed < own.seeds:
                 found[run_name(name, seed)] = variant_job(work, tokens, held, name, seed, found)
-    return list(found.values())
+    readers = [(name, n) for n, own in READERS.items() for name in own if name in variants(work)]
+    return [*found.values(), *(recall_job(work, name, n, found[run_name(name)]) for name, n in readers)]
+
+
+def recall_job(work: Workspace, name: str, n: int, first: Job) -> Job:
+    """A model fine-tuned to name the secret, and what it knows without one kind of keys."""
+    folder = recall.files(work, SECRETS[n], f"recall-{n}", ("wiki", "books"))
+    task = Task([str(folder / "train.jsonl"), "--test", str(folder / "test.jsonl")], hashes(folder))
+    tuning = recall.TINY if work.small else Tuning(1, 1, 65536 // n, 2e-4, n)
+    job = finetuning(work, recall_name(name, n), task, tuning, first)
+
+    def collect() -> dict[str, Any]:
+        scores = {
+            f"without {branch}": evaluate(
+                job.model, task=str(folder / "test.jsonl"), without=branch, console=Console(quiet=True)
+            )["accuracy"]
+            for branch in (BRANCHES if has_branches(job.model) else ())
+        }
+        return {**job.collect(), **scores}
+
+    return dataclasses.replace(job, collect=collect)
 
 
 def held_out(work: Workspace, tokens: Path) -> dict[str, Path]:
@@ -101,14 +132,11 @@ def variant_job(
 
 def validation(model: Path, held: dict[str, Path], with_branches: bool) -> dict[str, dict[str, float]]:
     """The perplexity on each validation set and, if the model has both kinds of keys, without each of them."""
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(model)
-    rows = max(1, ROWS * 4096 // config.max_position_embeddings)
-    both = config.projection == "linear" and all(config.local_windows) and all(map(any, config.projected_lengths))
-    branches = (None, *(BRANCHES if with_branches and both else ()))
+    rows = max(1, ROWS * 4096 // LinformerConfig.from_pretrained(model).max_position_embeddings)
+    branches = (None, *(BRANCHES if with_branches and has_branches(model) else ()))
     return {
         name: {
             f"without {branch}" if branch else "perplexity": perplexity(
@@ -120,6 +148,12 @@ def validation(model: Path, held: dict[str, Path], with_branches: bool) -> dict[
     }
 
 
+def has_branches(model: Path) -> bool:
+    """Whether each layer has projected keys and a window."""
+    config = LinformerConfig.from_pretrained(model)
+    return config.projection == "linear" and all(config.local_windows) and all(map(any, config.projected_lengths))
+
+
 def collect(work: Workspace) -> dict[str, Any]:
     """The result of each seed of each variant; variants without any are missing."""
     results, origins = work.records.results_of(names(work))
@@ -128,7 +162,9 @@ def collect(work: Workspace) -> dict[str, Any]:
         for name, own in variants(work).items()
     }
     missing = [run.partition("/")[2] for run in names(work) if run not in results]
-    return {"runs": origins, "variants": {name: own for name, own in found.items() if own}, "missing": missing}
+    readers = {n: {name: results.get(recall_name(name, n)) for name in own} for n, own in READERS.items()}
+    tables = {"variants": {name: own for name, own in found.items() if own}, "recall": readers}
+    return {"runs": origins, **tables, "missing": missing}
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     furthest: int = 280
 
 
+SIZES = Sizes()
 TINY_SIZES = Sizes(64, 32, 40, 20, 30)
 
 
@@ -56,12 +57,12 @@ def jobs(work: Workspace) -> list[Job]:
     return found
 
 
-def files(work: Workspace) -> Path:
-    """The folder of the task, made unless it exists."""
-    folder = work.runs / "recall-task"
+def files(work: Workspace, sizes: Sizes = SIZES, name: str = "recall-task", texts: Sequence[str] = ("wiki",)) -> Path:
+    """The folder of a task of these sizes, made unless it exists."""
+    folder = work.runs / name
     if not (folder / "train.jsonl").is_file():
-        sizes = TINY_SIZES if work.small else Sizes()
-        found = examples([work.folder("wiki")], sizes, seed=0)
+        sizes = TINY_SIZES if work.small else sizes
+        found = examples([work.folder(text) for text in texts], sizes, seed=0)
         folder.mkdir(parents=True, exist_ok=True)
         # The training file is written last: if it exists, both are complete.
         for name, part in (("test", found[: sizes.test]), ("train", found[sizes.test :])):
@@ -101,7 +102,7 @@ def collect(work: Workspace) -> dict[str, Any]:
         "runs": origins,
         "rows": {name: results.get(run, {}).get("accuracy") for name, run in own.items()},
         "missing": [run.partition("/")[2] for run in own.values() if run not in results],
-        "sizes": Sizes(),
+        "sizes": SIZES,
         "secrets": len(SECRETS),
     }
 
