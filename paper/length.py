@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ TITLE = "Long input: n = 4096 and more"
 RECIPE, STEPS, LONG = "long", 4000, 12000
 ROWS = 128  # of 4,096 tokens, of each validation set; fewer of longer rows
 RATES = (5e-4, 1e-3, 2e-3)
+BASES = (10_000, 30, 10, 3)
 MASK_SHARE = 0.15
 
 
@@ -46,11 +48,16 @@ VARIANTS[SHORT] = Variant("k256-w64", ("model.max_position_embeddings=1024", "ba
 for _n, _k in ((4096, 256), (8192, 256), (8192, 512), (16384, 256), (16384, 1024)):
     _changes = (f"model.max_position_embeddings={_n}", f"batch_size={2**15 // _n}", f"model.projected_length={_k}")
     VARIANTS[f"k={_k} w=64, n=1024 to {_n}"] = Variant("k256-w64", _changes, STEPS // 5, start=SHORT)
-# Without a window.
-VARIANTS |= {f"n=2048 {name}": Variant(f"n2048-{name}") for name in ("k256", "twin")}
+# Without a window, and rotary positions of several bases: with higher frequencies, they tell the tokens of a window of
+# E apart.
+VARIANTS["n=2048 twin"] = Variant("n2048-twin")
+for _n, _base in itertools.product((2048, 4096), BASES):
+    VARIANTS[f"n={_n} k=256, base {_base}"] = Variant(
+        f"n{_n}-k256", (f"model.rope_parameters={{rope_theta: {_base}}}",)
+    )
 
 # Recall of a word hidden in texts of about n tokens, further from the answer than any window reaches in 8 layers.
-SECRETS = {4096: recall.Sizes(16000, 500, 2700, 1350, 2650), 8192: recall.Sizes(8000, 500, 5400, 2700, 5300)}
+SECRETS = {4096: recall.Sizes(16000, 500, 2700, 1350, 2650), 8192: recall.Sizes(6400, 500, 5400, 2700, 5300)}
 READERS = {4096: (LINFORMER, UPPER, WINDOW, WIDE), 8192: ("k=256 w=64, n=1024 to 8192", WINDOW)}
 
 

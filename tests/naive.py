@@ -56,11 +56,20 @@ def one_head(
     positions = None if own_E.rotation is None else slot_positions(own_E, len(x), shift)
     if own_E.is_identity and rotary:
         positions = torch.arange(len(x))
+    rotate_first = rotary and layer.rotates_first and not own_E.is_identity
+    if rotate_first:
+        positions = None
     if isinstance(own_E.shorten.__self__, ConvProjection | MaxProjection):  # which are not matrices
         exact = [x @ W + b for W, b in (query, key, value)]
+        ranks = torch.arange(len(x))
+        if rotate_first:
+            query, *rotated = (rotate(own, ranks) for own in exact)
+            projected = [nonlinear(own, i, tokens) for own, tokens in zip((own_E, own_F), rotated, strict=True)]
+            own = [own[None, None] for own in (query, *projected)]
+            return rotate(attend(*own, scaling=layer.head_dim**-0.5)[0][0, 0], -ranks)
         projected = [nonlinear(own, i, x @ W) + b for own, (W, b) in ((own_E, key), (own_F, value))]
         if positions is not None:
-            exact[:2] = (rotate(own, torch.arange(len(x))) for own in exact[:2])
+            exact[:2] = (rotate(own, ranks) for own in exact[:2])
             projected[0] = rotate(projected[0], positions)
         heads = [own[None, None] for own in (exact[0], *projected, *exact[1:])]
         if layer.local_window:
@@ -69,6 +78,7 @@ def one_head(
         return attend(*heads[:3], scaling=layer.head_dim**-0.5)[0][0, 0]
     matrices = (matrix(own, i, len(x), shift) for own in (own_E, own_F))
     options = {"window": layer.local_window, "far_bias": far_bias, "positions": positions}
+    options["rotate_first"] = rotate_first
     return linformer_attention(x, query, key, value, *matrices, num_heads=1, **options)
 
 

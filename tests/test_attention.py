@@ -59,6 +59,19 @@ def test_equals_its_definition(mode, attn_implementation):
             assert_same(result[mask], naive_attention(attention, E, F, x, mask, shift, rotary)[mask])
 
 
+@pytest.mark.parametrize("projection", ["linear", "mean", "conv"])
+def test_rotary_positions_tell_the_order_of_tokens_inside_a_window(projection):
+    """Tokens 4 and 5 belong to the same slot, whose average does not change when they trade places."""
+    mode = {"projection": projection, "position_embedding_type": "rotary", "num_hidden_layers": 1}
+    model = LinformerModel(modes.config(**mode)).double()
+    for parameter in model.layers.parameters():  # not of E, which stays an average
+        nn.init.normal_(parameter, std=0.5)
+    embeds = torch.randn(1, 12, 16, dtype=torch.double)
+    order = [0, 1, 2, 3, 5, 4, *range(6, 12)]
+    before, after = (model(inputs_embeds=x).last_hidden_state for x in (embeds, embeds[:, order]))
+    assert (before[:, 6:] - after[:, 6:]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (13, 5), (11, 10), (12, 11), (11, 11), (5, 1), (1, 1), (31, 17)])
 @pytest.mark.parametrize("init", ["window", "gaussian"])
 def test_prime_and_adjacent_sizes(n, k, init):

@@ -84,6 +84,7 @@ class ProjectedAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.dropout = dropout
         self.local_window = local_window
+        self.rotates_first = not local_window  # with rotary positions: see `reference.linformer_attention`
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -132,20 +133,23 @@ class ProjectedAttention(nn.Module):
         if self.local_window and ranks is not None:  # neighbors must be adjacent
             x = source
 
-        query = split_heads(self.query(x), self.num_heads)  # Q W_Q                        (b, h, n, d_head)
-        key, value = project(source, E, F, self.key, self.value)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
+        first = rotation if self.rotates_first and not E.is_identity else None
+        query = split_heads(self.query(x), self.num_heads)  # Q W_Q                               (b, h, n, d_head)
+        key, value = project(source, E, F, self.key, self.value, first)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
         if rotation is not None:  # of rows in order, or of tokens in their places
             in_order = ranks is None or self.local_window
             rotate = rotation if in_order else rotation.at(ranks.places)  # type: ignore[union-attr]
-            query, key = rotate(query), (E.rotation or rotate)(key)
+            query, key = rotate(query), key if first is not None else (E.rotation or rotate)(key)
         near = None
-        if self.local_window:  # the exact keys and values, K W_K and V W_V                (b, h, n, d_head)
+        if self.local_window:  # the exact keys and values, K W_K and V W_V                       (b, h, n, d_head)
             near_key, near_value = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
             near = near_key if rotation is None else rotation(near_key), near_value
         far_bias = None
         if near is not None and self.scaled_far_bias is not None:
             far_bias = FAR_BIAS_SCALE * self.scaled_far_bias
         heads, probs = self.attend(query, key, value, near, far_bias, E, lengths, attn_implementation)
+        if first is not None:  # values were rotated, too: now by their distance to the query
+            heads = rotate.inverse()(heads.transpose(1, 2)).transpose(1, 2)
         output = self.output(heads.flatten(2))  # from (b, n, h, d_head)
 
         if self.local_window and ranks is not None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from .config import LinformerConfig
 from .ops.compiling import is_exporting
+from .ops.ranks import zero_padding
 from .ops.rotary import Rotation
 
 T = TypeVar("T", int, Tensor)
@@ -355,6 +356,17 @@ class ReadyProjection(NamedTuple):
         tokens, bias = apply_without_bias(linear, x, self.num_heads)
         return self.shorten(tokens, self.k, self.weights, self.lengths) + bias
 
+    def of_rotated(self, x: Tensor, linear: Linear, rotation: Rotation) -> Tensor:
+        r"""$E^T \mathrm{RoPE}(x W + b)$: (b, n, d) to (b, h, k, d_head)."""
+        tokens = rotation(split_heads(linear(x), self.num_heads))  # (b, h, n, d_head)
+        if self.lengths is not None:  # the bias has made padding nonzero
+            real = torch.arange(x.shape[1], device=x.device) < self.lengths[:, None]
+            tokens = zero_padding(tokens, real[:, None])
+        if not self.commutes:
+            return self.shorten(tokens, self.k, self.weights, self.lengths)
+        shortened = self.shorten(tokens.transpose(1, 2).flatten(2), self.k, self.weights, self.lengths)
+        return split_heads(shortened, self.num_heads)
+
 
 class MixedProjection(NamedTuple):
     """E or F of one layer whose heads have different k: one `ReadyProjection` for each k.
@@ -378,17 +390,24 @@ class MixedProjection(NamedTuple):
 LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
 
 
-def project(x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear) -> tuple[Tensor, Tensor]:
-    """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros."""
+def project(
+    x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear, rotation: Rotation | None = None
+) -> tuple[Tensor, Tensor]:
+    """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros.
+
+    With `rotation`, they are rotated before they are projected.
+    """
     if isinstance(E, MixedProjection) and isinstance(F, MixedProjection):
         pairs = []
         for E_part, F_part, heads in zip(E.parts, F.parts, E.heads, strict=True):
             own_key, own_value = (SomeHeads(linear, heads, E.mask.shape[1]) for linear in (key, value))  # type: ignore[arg-type]
-            pairs.append(project(x, E_part, F_part, own_key, own_value))
+            pairs.append(project(x, E_part, F_part, own_key, own_value, rotation))
         keys, values = (join_heads(parts, E.heads) for parts in zip(*pairs, strict=True))
         return keys, values
     assert isinstance(E, ReadyProjection)
     assert isinstance(F, ReadyProjection)
+    if rotation is not None:
+        return E.of_rotated(x, key, rotation), F.of_rotated(x, value, rotation)
     if not E.commutes or E.weights is not F.weights:
         return E(x, key), F(x, value)
     shortened = E.shorten(x, E.k, E.weights, E.lengths)  # E = F: once for keys and values

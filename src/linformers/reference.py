@@ -23,6 +23,7 @@ def linformer_attention(
     window: int = 0,
     far_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    rotate_first: bool = False,
     rope_theta: float = 10_000.0,
 ) -> Tensor:
     r"""Multi-head linear attention of one sequence without padding: equation 7 for each head.
@@ -43,6 +44,9 @@ def linformer_attention(
         far_bias: with a window, what is added to the scores of projected keys, (h,).
         positions: with rotary positions, those of the projected keys, (k,) or per head (h, k): queries and exact keys
             are rotated by their rank, projected keys by these.
+        rotate_first: rotary positions for a layer without window: keys and values are rotated by their rank before they
+            are projected, and the result is rotated back by the rank of the query, so that a token enters it rotated by
+            its distance to the query: the sum over a column of E still tells which token was where.
         rope_theta: the base of the rotary frequencies.
 
     Returns:
@@ -60,6 +64,9 @@ def linformer_attention(
         K = E_i.T @ (x @ W_K) + b_K  # (k, d_head)
         V = F_i.T @ (x @ W_V) + b_V  # (k, d_head)
         K_near, V_near = x @ W_K + b_K, x @ W_V + b_V  # (n, d_head)
+        if rotate_first:
+            Q = rotate(Q, ranks, rope_theta)
+            K, V = E_i.T @ rotate(K_near, ranks, rope_theta), F_i.T @ rotate(V_near, ranks, rope_theta)
         if positions is not None:
             Q, K_near = (rotate(tokens, ranks, rope_theta) for tokens in (Q, K_near))
             K = rotate(K, positions if positions.dim() == 1 else positions[i], rope_theta)
@@ -70,7 +77,7 @@ def linformer_attention(
             near_scores = (Q @ K_near.T / math.sqrt(size)).masked_fill(~near, -math.inf)
             scores, V = torch.cat([scores, near_scores], 1), torch.cat([V, V_near])
         P = scores.softmax(-1)  # (n, k), with a window (n, k + n)
-        heads.append(P @ V)
+        heads.append(rotate(P @ V, -ranks, rope_theta) if rotate_first else P @ V)
     return torch.cat(heads, 1)
 
 

@@ -36,5 +36,5 @@ def reorder(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Set `tokens` (b, n, d) to 0 where `mask` (b, n) is false: with `where`, not a product, since 0 · NaN is NaN."""
+    """Set `tokens` (..., n, d) to 0 where `mask` (..., n) is false: with `where`, since 0 · NaN is NaN."""
     return tokens if mask is None else torch.where(mask[..., None], tokens, 0)

@@ -28,6 +28,9 @@ class Rotation(NamedTuple):
         first, second = x.chunk(2, -1)
         return x * self.cos.to(x.dtype) + torch.cat([second, first], -1) * self.sin.to(x.dtype)
 
+    def inverse(self) -> Rotation:
+        return Rotation(self.cos, -self.sin)
+
     def at(self, places: Tensor) -> Rotation:
         """For tokens whose position is in `places` (b, n)."""
         return Rotation(self.cos[places][:, None], self.sin[places][:, None])
