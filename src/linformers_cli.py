@@ -311,13 +311,19 @@ def bench(
         int | None, typer.Option(min=1, help="GPU memory in GiB for --batches.", show_default="all")
     ] = None,
     windows: Annotated[str, typer.Option(help="Local windows w to measure too, separated by commas.")] = "",
+    rotary: Annotated[bool, typer.Option("--rotary", help="Rotary instead of learned positions.")] = False,
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="Rows of n/4 to n tokens, padded to n, with an attention mask.")
+    ] = False,
     models: Annotated[
-        str, typer.Option(help="Models: linformer, twin, unfused, roberta.")
-    ] = "unfused,roberta,twin,linformer",
+        str | None,
+        typer.Option(help="Models: linformer, twin, unfused (not with --ragged), roberta.", show_default="all"),
+    ] = None,
     out: Out = Path("runs/bench"),
 ) -> None:
     """Measure time and memory for each n and k, compared with standard Transformers."""
-    options = {**locals(), "tokens": tokens or None, "task": task.split(","), "models": models.split(",")}
+    options = {**locals(), "tokens": tokens or None, "task": task.split(",")}
+    options["models"] = (models or ("" if ragged else "unfused,") + "roberta,twin,linformer").split(",")
     options |= {"lengths": whole_numbers("--lengths", lengths), "projected": whole_numbers("--projected", projected)}
     options["windows"] = whole_numbers("--windows", windows) if windows else []
     from linformers.benchmark import efficiency

@@ -52,6 +52,22 @@ def test_one_sequence_per_pass_and_local_windows(tmp_path):
     assert [config.local_window for config in configs.values()] == [0, 4]
 
 
+def test_ragged_rows_and_rotary_positions(tmp_path):
+    options = "--lengths 64 --projected 16 --tokens 256 --layers 1 --hidden 64 --windows 4 --rotary --ragged"
+    result, record = bench(tmp_path, options, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert [cell["model"] for cell in record["cells"]] == [ROBERTA, FUSED, "Linformer k=16", "Linformer k=16 w=4"]
+    assert (record["rotary"], record["ragged"]) == (True, True)
+    for config in model_configs(64, [16], models=["twin", "linformer"], rotary=True, **SMALL).values():
+        assert config.position_embedding_type == "rotary"
+    model = Mock(return_value=torch.zeros(8, 64, 4))
+    efficiency.random_run(model, 64, "inference", True, batch=8)()
+    lengths = model.call_args.kwargs["attention_mask"].sum(1)
+    assert lengths.min() >= 16
+    assert lengths.max() <= 64
+    assert len(set(lengths.tolist())) == 8
+
+
 def test_running_out_of_memory_is_an_entry(monkeypatch):
     def fail(config, compile=False):
         if config._attn_implementation == "plain":

@@ -89,3 +89,13 @@ def test_largest_batch(monkeypatch):
     assert measure.largest_batch(make(1), batch=1) == 1
     assert measure.largest_batch(make(0), batch=10, memory=5) == 0
     assert limits == [0.7, 1.0]
+
+
+def test_padding_gets_no_gradient():
+    embeds = torch.randn(2, 3, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    model = torch.nn.Identity()
+    model.forward = lambda x, attention_mask: x + 0 * attention_mask[..., None]
+    make_run(model, embeds, "training", mask)()
+    assert embeds.grad[mask == 0].abs().sum() == 0
+    assert embeds.grad[mask == 1].abs().min() > 0

@@ -76,21 +76,31 @@ def curves(cells: Sequence[Cell], value: str) -> dict[str, list[tuple[float, flo
 
 
 def model_configs(
-    n: int, projected: Sequence[int], *, models: Any = MODELS, windows: Any = (), compile: bool = False, **fields: Any
+    n: int,
+    projected: Sequence[int],
+    *,
+    models: Any = MODELS,
+    windows: Any = (),
+    rotary: bool = False,
+    ragged: bool = False,
+    compile: bool = False,
+    **fields: Any,
 ) -> dict[str, PreTrainedConfig]:
     """The models to measure at length n, by name; `fields` are fields of `LinformerConfig`.
 
-    Under `compile`, all models but the unfused one appear a second time, to be measured compiled.
+    Under `compile`, all models but the unfused one appear a second time, to be measured compiled; under `rotary`, all
+    but RoBERTa have rotary positions, and E starts as samples.
     """
 
     def config(**changes: Any) -> LinformerConfig:
-        own = {"vocab_size": VOCABULARY, "max_position_embeddings": n, "projection_init": "window"}
-        as_roberta = {"norm_first": False, "position_embedding_type": "absolute"}
-        return LinformerConfig(**{**own, **as_roberta, **fields, **changes})
+        own: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": n, "norm_first": False}
+        if not rotary:
+            own |= {"projection_init": "window", "position_embedding_type": "absolute"}
+        return LinformerConfig(**{**own, **fields, **changes})
 
     twin = config(projection="identity")
     roberta = RobertaConfig(max_position_embeddings=n + 2, **{name: getattr(twin, name) for name in SAME_FIELDS})
-    roberta._attn_implementation = "sdpa_without_mask"
+    roberta._attn_implementation = "sdpa" if ragged else "sdpa_without_mask"
     unfused = config(projection="identity", attn_implementation="plain")
     known = {"unfused": {UNFUSED: unfused}, "roberta": {ROBERTA: roberta}, "twin": {FUSED: twin}, "linformer": {}}
     for k, w in itertools.product([k for k in projected if k < n], (0, *windows)):
@@ -110,8 +120,13 @@ def build(config: PreTrainedConfig, compile: bool = False) -> nn.Module:
     return torch.compile(model, dynamic=False) if compile else model  # type: ignore[return-value]
 
 
-def random_run(model: nn.Module, n: int, task: str, batch: int) -> Run:
-    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=DEVICE), task)
+def random_run(model: nn.Module, n: int, task: str, ragged: bool, batch: int) -> Run:
+    """A pass over a batch of random tokens; `ragged` rows have from n/4 to n real tokens."""
+    mask = None
+    if ragged:
+        lengths = torch.linspace(n // 4, n, batch + 2, device=DEVICE)[1:-1].round()
+        mask = (torch.arange(n, device=DEVICE) < lengths[:, None]).long()
+    return measure.make_run(model, torch.randint(5, VOCABULARY, (batch, n), device=DEVICE), task, mask)
 
 
 def compare(
@@ -123,14 +138,17 @@ def compare(
     tasks: Sequence[str] = ("inference",),
     batches: bool = False,
     memory: int | None = None,
+    ragged: bool = False,
     **which: Any,
 ) -> Iterator[list[Cell]]:
     """Measure the models `which` (see `model_configs`) at each n and task, timed in turn.
 
-    A pass has `tokens` tokens (`None`: one sequence). `batches` asks for the largest batch in `memory` GiB.
+    A pass has `tokens` tokens (`None`: one sequence), of which some are padding if it is `ragged`. `batches` asks for
+    the largest batch in `memory` GiB.
     """
     torch._dynamo.config.recompile_limit = 64  # each model is a graph of its own
-    all_configs = {n: model_configs(n, projected, **which) for n in lengths}  # fails before anything is measured
+    # An invalid configuration fails here, before anything is measured.
+    all_configs = {n: model_configs(n, projected, ragged=ragged, **which) for n in lengths}
     with steps(console, len(tasks) * sum(len(configs) + 1 for configs in all_configs.values())) as begin:
         for (n, configs), task in itertools.product(all_configs.items(), tasks):
             torch._dynamo.reset()
@@ -141,7 +159,7 @@ def compare(
                 begin(f"{name}, n={n}, {task}")
                 with suppress(torch.OutOfMemoryError), measure.memory_errors():
                     compiled = name.endswith(COMPILED)
-                    make = partial(random_run, build(config, compiled), n, task)
+                    make = partial(random_run, build(config, compiled), n, task, ragged)
                     if batches and not compiled:
                         largest[name] = measure.largest_batch(make, batch, memory)
                     run = make(batch)
@@ -173,6 +191,8 @@ def run(
         for value in values:
             check_choice(name, value, choices)
     check_choice("projection", options["projection"], (*WINDOWED, "linear"))  # those that k matters to
+    if options["ragged"] and "unfused" in options["models"]:
+        raise UserError("models='unfused' ignores padding, so it cannot be measured with --ragged")
     if hidden % 64:
         raise UserError(f"hidden={hidden} must be a multiple of 64, the channels of a head")
     if min(projected) >= max(lengths):

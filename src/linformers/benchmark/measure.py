@@ -41,11 +41,14 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def make_run(model: nn.Module, inputs: Tensor, task: str) -> Run:
-    """A pass to measure: forward in `"inference"`, forward and backward in `"training"`."""
+def make_run(model: nn.Module, inputs: Tensor, task: str, mask: Tensor | None = None) -> Run:
+    """A pass to measure: forward in `"inference"`, forward and backward in `"training"`.
+
+    `mask` is 0 at padding, whose outputs get no gradient.
+    """
 
     def forward() -> Tensor:
-        output = model(inputs)
+        output = model(inputs) if mask is None else model(inputs, attention_mask=mask)
         return getattr(output, "last_hidden_state", output)
 
     def step() -> None:
@@ -56,6 +59,8 @@ def make_run(model: nn.Module, inputs: Tensor, task: str) -> Run:
     if task == "inference":
         return torch.no_grad()(forward)
     gradient = torch.randn_like(forward())
+    if mask is not None:
+        gradient *= mask[..., None]
     return step
 
 
