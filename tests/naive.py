@@ -17,7 +17,7 @@ from linformers.projections import (
     Projection,
     ReadyProjection,
 )
-from linformers.reference import attend, attend_locally, linformer_attention, rotate
+from linformers.reference import attend, attend_locally, linformer_attention, rotate, rotate_value
 
 
 def owners(n: int, k: int) -> list[int]:
@@ -63,10 +63,10 @@ def one_head(
         exact = [x @ W + b for W, b in (query, key, value)]
         ranks = torch.arange(len(x))
         if rotate_first:
-            query, *rotated = (rotate(own, ranks) for own in exact)
+            query, *rotated = rotate(exact[0], ranks), rotate(exact[1], ranks), rotate_value(exact[2], ranks)
             projected = [nonlinear(own, i, tokens) for own, tokens in zip((own_E, own_F), rotated, strict=True)]
             own = [own[None, None] for own in (query, *projected)]
-            return rotate(attend(*own, scaling=layer.head_dim**-0.5)[0][0, 0], -ranks)
+            return rotate_value(attend(*own, scaling=layer.head_dim**-0.5)[0][0, 0], -ranks)
         projected = [nonlinear(own, i, x @ W) + b for own, (W, b) in ((own_E, key), (own_F, value))]
         if positions is not None:
             exact[:2] = (rotate(own, ranks) for own in exact[:2])

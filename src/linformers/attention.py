@@ -31,7 +31,7 @@ from .ops.dispatch import use_triton
 from .ops.local import attend_locally
 from .ops.local_cpu import attend_locally_on_cpu
 from .ops.ranks import Ranks, reorder, zero_padding
-from .ops.rotary import Rotation
+from .ops.rotary import Rotations
 from .projections import (
     LayerProjection,
     MixedProjection,
@@ -105,7 +105,7 @@ class ProjectedAttention(nn.Module):
         context: Tensor | None = None,
         context_ranks: Ranks | None = None,
         attn_implementation: str = TRITON,
-        rotation: Rotation | None = None,
+        rotations: Rotations | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend from `x` (b, n, d) to its own projection, or to that of `context` (b, m, d).
 
@@ -119,7 +119,7 @@ class ProjectedAttention(nn.Module):
             context: the source of keys and values, if it is not `x`.
             context_ranks: how to sort the rows of `context`.
             attn_implementation: a name in transformers' registry of attention functions.
-            rotation: with rotary positions, how to rotate tokens that are sorted by rank.
+            rotations: with rotary positions, how to rotate tokens that are sorted by rank.
 
         Returns:
             The result (b, n, d) and, with `attn_implementation="eager"`, $\bar P$ (b, h, n, k) or, with a local window,
@@ -133,23 +133,25 @@ class ProjectedAttention(nn.Module):
         if self.local_window and ranks is not None:  # neighbors must be adjacent
             x = source
 
-        first = rotation if self.rotates_first and not E.is_identity else None
-        query = split_heads(self.query(x), self.num_heads)  # Q W_Q                               (b, h, n, d_head)
-        key, value = project(source, E, F, self.key, self.value, first)  # Eᵀ K W_K and Fᵀ V W_V  (b, h, k, d_head)
-        if rotation is not None:  # of rows in order, or of tokens in their places
+        rotates_first = self.rotates_first and not E.is_identity
+        query = split_heads(self.query(x), self.num_heads)  # Q W_Q                          (b, h, n, d_head)
+        key, value = project(  # Eᵀ K W_K and Fᵀ V W_V                                       (b, h, k, d_head)
+            source, E, F, self.key, self.value, rotations if rotates_first else None
+        )
+        if rotations is not None:  # of rows in order, or of tokens in their places
             in_order = ranks is None or self.local_window
-            rotate = rotation if in_order else rotation.at(ranks.places)  # type: ignore[union-attr]
-            query, key = rotate(query), key if first is not None else (E.rotation or rotate)(key)
+            rotate = rotations if in_order else rotations.at(ranks.places)  # type: ignore[union-attr]
+            query, key = rotate.keys(query), key if rotates_first else (E.rotation or rotate.keys)(key)
         near = None
-        if self.local_window:  # the exact keys and values, K W_K and V W_V                       (b, h, n, d_head)
+        if self.local_window:  # the exact keys and values, K W_K and V W_V                  (b, h, n, d_head)
             near_key, near_value = split_heads(self.key(x), self.num_heads), split_heads(self.value(x), self.num_heads)
-            near = near_key if rotation is None else rotation(near_key), near_value
+            near = near_key if rotations is None else rotations.keys(near_key), near_value
         far_bias = None
         if near is not None and self.scaled_far_bias is not None:
             far_bias = FAR_BIAS_SCALE * self.scaled_far_bias
         heads, probs = self.attend(query, key, value, near, far_bias, E, lengths, attn_implementation)
-        if first is not None:  # values were rotated, too: now by their distance to the query
-            heads = rotate.inverse()(heads.transpose(1, 2)).transpose(1, 2)
+        if rotations is not None and rotates_first:  # values were rotated, too: back by the position of the query
+            heads = rotate.values.inverse()(heads.transpose(1, 2)).transpose(1, 2)
         output = self.output(heads.flatten(2))  # from (b, n, h, d_head)
 
         if self.local_window and ranks is not None:

@@ -36,7 +36,7 @@ from .losses import IGNORED, checked_labels, counted, span_loss
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, use_linear_gelu
 from .ops.ranks import Ranks, reorder, zero_padding
-from .ops.rotary import Rotation
+from .ops.rotary import Rotations
 from .pooling import first_real_token, mean_of_real_tokens
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
 from .resizing import check_checkpoint, check_weights, refuse_other_length, remove_older_weights, resize_length
@@ -172,10 +172,10 @@ class LinformerLayer(GradientCheckpointingLayer):
         lengths: Tensor | None,
         ranks: Ranks | None,
         attn_implementation: str,
-        rotation: Rotation | None,
+        rotations: Rotations | None,
     ) -> Tensor:
         """Map hidden states (b, n, d) to hidden states; see `ProjectedAttention.forward` for the arguments."""
-        options: dict[str, Any] = {"lengths": lengths, "ranks": ranks, "rotation": rotation}
+        options: dict[str, Any] = {"lengths": lengths, "ranks": ranks, "rotations": rotations}
         options["attn_implementation"] = attn_implementation
         if self.norm_first:
             attended, _ = self.attention(zero_padding(self.attention_norm(x), mask), E, F, **options)
@@ -366,12 +366,12 @@ class LinformerModel(LinformerPreTrainedModel):
             inputs_embeds = None if inputs_embeds is None else reorder(inputs_embeds, ranks.order)
 
         x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
-        rotation = None
+        rotations = None
         if (theta := self.projections.rope_theta) is not None:
-            rotation = Rotation.of(torch.arange(x.shape[1], device=x.device), self.projections.head_dim, theta, x.dtype)
+            rotations = Rotations.of(x.shape[1], self.projections.head_dim, theta, x.dtype, x.device)
         projections = self.projections(x.shape[1], lengths, x.device, x.dtype)
         for layer, (E, F) in zip(self.layers, projections, strict=True):
-            x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation, rotation)
+            x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation, rotations)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return BaseModelOutput(reorder(x, ranks.places) if ranks is not None and sort_here else x)

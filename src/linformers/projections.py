@@ -12,7 +12,7 @@ from torch.nn import functional
 from .config import LinformerConfig
 from .ops.compiling import is_exporting
 from .ops.ranks import zero_padding
-from .ops.rotary import Rotation
+from .ops.rotary import Rotation, Rotations
 
 T = TypeVar("T", int, Tensor)
 
@@ -356,9 +356,9 @@ class ReadyProjection(NamedTuple):
         tokens, bias = apply_without_bias(linear, x, self.num_heads)
         return self.shorten(tokens, self.k, self.weights, self.lengths) + bias
 
-    def of_rotated(self, x: Tensor, linear: Linear, rotation: Rotation) -> Tensor:
+    def of_rotated(self, x: Tensor, linear: Linear, rotate: Rotation) -> Tensor:
         r"""$E^T \mathrm{RoPE}(x W + b)$: (b, n, d) to (b, h, k, d_head)."""
-        tokens = rotation(split_heads(linear(x), self.num_heads))  # (b, h, n, d_head)
+        tokens = rotate(split_heads(linear(x), self.num_heads))  # (b, h, n, d_head)
         if self.lengths is not None:  # the bias has made padding nonzero
             real = torch.arange(x.shape[1], device=x.device) < self.lengths[:, None]
             tokens = zero_padding(tokens, real[:, None])
@@ -391,23 +391,23 @@ LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
 
 
 def project(
-    x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear, rotation: Rotation | None = None
+    x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear, rotate: Rotations | None = None
 ) -> tuple[Tensor, Tensor]:
     """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros.
 
-    With `rotation`, they are rotated before they are projected.
+    With `rotate`, tokens are rotated before they are projected.
     """
     if isinstance(E, MixedProjection) and isinstance(F, MixedProjection):
         pairs = []
         for E_part, F_part, heads in zip(E.parts, F.parts, E.heads, strict=True):
             own_key, own_value = (SomeHeads(linear, heads, E.mask.shape[1]) for linear in (key, value))  # type: ignore[arg-type]
-            pairs.append(project(x, E_part, F_part, own_key, own_value, rotation))
+            pairs.append(project(x, E_part, F_part, own_key, own_value, rotate))
         keys, values = (join_heads(parts, E.heads) for parts in zip(*pairs, strict=True))
         return keys, values
     assert isinstance(E, ReadyProjection)
     assert isinstance(F, ReadyProjection)
-    if rotation is not None:
-        return E.of_rotated(x, key, rotation), F.of_rotated(x, value, rotation)
+    if rotate is not None:
+        return E.of_rotated(x, key, rotate.keys), F.of_rotated(x, value, rotate.values)
     if not E.commutes or E.weights is not F.weights:
         return E(x, key), F(x, value)
     shortened = E.shorten(x, E.k, E.weights, E.lengths)  # E = F: once for keys and values

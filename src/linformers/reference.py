@@ -44,9 +44,10 @@ def linformer_attention(
         far_bias: with a window, what is added to the scores of projected keys, (h,).
         positions: with rotary positions, those of the projected keys, (k,) or per head (h, k): queries and exact keys
             are rotated by their rank, projected keys by these.
-        rotate_first: rotary positions for a layer without window: keys and values are rotated by their rank before they
-            are projected, and the result is rotated back by the rank of the query, so that a token enters it rotated by
-            its distance to the query: the sum over a column of E still tells which token was where.
+        rotate_first: rotary positions of a layer without a window. Keys and values are rotated by their rank before
+            they are projected, and the result is rotated back by the rank of the query, so that each token enters it
+            rotated by its distance to the query. Values turn with the frequencies of a discrete Fourier transform: the
+            sum over a window of at most d_head / 2 tokens keeps them apart, and W^O can pick one by its distance.
         rope_theta: the base of the rotary frequencies.
 
     Returns:
@@ -66,7 +67,7 @@ def linformer_attention(
         K_near, V_near = x @ W_K + b_K, x @ W_V + b_V  # (n, d_head)
         if rotate_first:
             Q = rotate(Q, ranks, rope_theta)
-            K, V = E_i.T @ rotate(K_near, ranks, rope_theta), F_i.T @ rotate(V_near, ranks, rope_theta)
+            K, V = E_i.T @ rotate(K_near, ranks, rope_theta), F_i.T @ rotate_value(V_near, ranks)
         if positions is not None:
             Q, K_near = (rotate(tokens, ranks, rope_theta) for tokens in (Q, K_near))
             K = rotate(K, positions if positions.dim() == 1 else positions[i], rope_theta)
@@ -77,7 +78,7 @@ def linformer_attention(
             near_scores = (Q @ K_near.T / math.sqrt(size)).masked_fill(~near, -math.inf)
             scores, V = torch.cat([scores, near_scores], 1), torch.cat([V, V_near])
         P = scores.softmax(-1)  # (n, k), with a window (n, k + n)
-        heads.append(rotate(P @ V, -ranks, rope_theta) if rotate_first else P @ V)
+        heads.append(rotate_value(P @ V, -ranks) if rotate_first else P @ V)
     return torch.cat(heads, 1)
 
 
@@ -90,7 +91,18 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
         theta: the base of the frequencies.
     """
     half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)  # (d/2,)
+    return turn(x, positions, theta ** (-torch.arange(half, dtype=torch.float64) / half))
+
+
+def rotate_value(x: Tensor, positions: Tensor) -> Tensor:
+    r"""Turn channels j and j + d/2 of values `x` (..., n, d) by the angle $2 \pi p j / (d/2)$, p of `positions`."""
+    half = x.shape[-1] // 2
+    return turn(x, positions, 2 * math.pi * torch.arange(half, dtype=torch.float64) / half)
+
+
+def turn(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Turn channels j and j + d/2 of `x` (..., n, d) by the angle `positions` (..., n) times `frequencies` (d/2,)."""
+    half = x.shape[-1] // 2
     angles = positions[..., None] * frequencies  # (..., n, d/2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
