@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from linformers import LinformerConfig
+from linformers.benchmark.measure import DEVICE
 from linformers.training.predict import BRANCHES, evaluate, perplexity
+from linformers.training.recipe import Recipe, read
 
-from . import recall
-from .experiments import Task, Tuning, Workspace, corpus, finetuning, hashes, prepare, pretraining
+from . import plots, recall, steps
+from .experiments import (
+    Task,
+    Tuning,
+    Workspace,
+    changes_for,
+    corpus,
+    finetuning,
+    hashes,
+    prepare,
+    pretraining,
+    recipe_of,
+)
 from .jobs import Job
 from .sections import main
 
@@ -21,7 +35,6 @@ TITLE = "Long input: n = 4096 and more"
 RECIPE, STEPS, LONG = "long", 4000, 12000
 ROWS = 128  # of 4,096 tokens, of each validation set; fewer of longer rows
 RATES = (5e-4, 1e-3, 2e-3)
-BASES = (10_000, 30, 10, 3)
 MASK_SHARE = 0.15
 
 
@@ -48,13 +61,16 @@ VARIANTS[SHORT] = Variant("k256-w64", ("model.max_position_embeddings=1024", "ba
 for _n, _k in ((4096, 256), (8192, 256), (8192, 512), (16384, 256), (16384, 1024)):
     _changes = (f"model.max_position_embeddings={_n}", f"batch_size={2**15 // _n}", f"model.projected_length={_k}")
     VARIANTS[f"k={_k} w=64, n=1024 to {_n}"] = Variant("k256-w64", _changes, STEPS // 5, start=SHORT)
-# Without a window, and rotary positions of several bases: with higher frequencies, they tell the tokens of a window of
-# E apart.
-VARIANTS["n=2048 twin"] = Variant("n2048-twin")
-for _n, _base in itertools.product((2048, 4096), BASES):
-    VARIANTS[f"n={_n} k=256, base {_base}"] = Variant(
-        f"n{_n}-k256", (f"model.rope_parameters={{rope_theta: {_base}}}",)
-    )
+# Without a window.
+for _name in ("n=2048 k=256", "n=2048 twin", "n=4096 k=256"):
+    VARIANTS[_name] = Variant(_name.replace("=", "").replace(" ", "-"))
+# For the plot: perplexity against time.
+PLOTTED = {
+    4096: {TWIN: TWIN, WINDOW: WINDOW, LINFORMER: LINFORMER},
+    8192: {name: f"{name}, n=8192" for name in (TWIN, WINDOW, LINFORMER)},
+}
+for _name, _long in PLOTTED[8192].items():
+    VARIANTS[_long] = Variant(RECIPES[_name], ("model.max_position_embeddings=8192", "batch_size=4"), STEPS // 2)
 
 # Recall of a word hidden in texts of about n tokens, further from the answer than any window reaches in 8 layers.
 SECRETS = {4096: recall.Sizes(16000, 500, 2700, 1350, 2650), 8192: recall.Sizes(6400, 500, 5400, 2700, 5300)}
@@ -161,6 +177,36 @@ def has_branches(model: Path) -> bool:
     return config.projection == "linear" and all(config.local_windows) and all(map(any, config.projected_lengths))
 
 
+def measure(work: Workspace) -> dict[str, Any] | None:
+    """Seconds of a training step of the models in the plot, on a GPU that does nothing else."""
+    if DEVICE != "cuda" and not work.small:
+        return None
+    wanted = [name for own in PLOTTED.values() for name in own.values()]
+    return steps.seconds_of({name: recipe_of_variant(work, VARIANTS[name]) for name in wanted}, "length")
+
+
+def recipe_of_variant(work: Workspace, own: Variant) -> Recipe:
+    path, changes = recipe_of(RECIPE)
+    changes += changes_for(work, RECIPE, [f"variant={own.variant}", *own.changes])
+    return read(path, changes)
+
+
+def curves(record: Mapping[str, Any], n: int) -> dict[str, list[tuple[float, float]]]:
+    """Validation perplexity against minutes of training at length n, by model."""
+    seconds, variants = record["seconds"], record["variants"]
+    return {
+        name: [(step * seconds[own] / 60, value) for step, value in variants[own][0]["curve"]]
+        for name, own in PLOTTED[n].items()
+        if own in seconds and own in variants
+    }
+
+
+def draw(record: Mapping[str, Any], folder: Path) -> None:
+    panels = {f"n = {n:,}": ("minutes of training on one GPU", curves(record, n)) for n in PLOTTED}
+    if any(own for _, own in panels.values()):
+        plots.quality(panels, folder / "length.png")
+
+
 def collect(work: Workspace) -> dict[str, Any]:
     """The result of each seed of each variant; variants without any are missing."""
     results, origins = work.records.results_of(names(work))
@@ -170,8 +216,27 @@ def collect(work: Workspace) -> dict[str, Any]:
     }
     missing = [run.partition("/")[2] for run in names(work) if run not in results]
     readers = {n: {name: results.get(recall_name(name, n)) for name in own} for n, own in READERS.items()}
-    tables = {"variants": {name: own for name, own in found.items() if own}, "recall": readers}
-    return {"runs": origins, **tables, "missing": missing}
+    finished = {name: own for name, own in found.items() if own}
+    timed = work.read("length") or {"runs": {}, "seconds": {}}
+    rows = {name: row_of(own) for name, own in finished.items()}
+    tables = {"variants": finished, "rows": rows, "recall": readers, "seconds": timed["seconds"]}
+    return {"runs": {**origins, **timed["runs"]}, **tables, "missing": missing}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and, of several values, standard deviation."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def row_of(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row of the table: mean and standard deviation over seeds, and what the first one has without each branch."""
+    return {
+        name: {
+            "perplexity": spread([own["validation"][name]["perplexity"] for own in seeds]),
+            "without": [seeds[0]["validation"][name].get(f"without {branch}") for branch in BRANCHES],
+        }
+        for name in ("wiki", "books")
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from .page import page_path, render
 # has names(work) and jobs(work), one that measures something itself measure(work); draw(record, folder) is optional.
 SECTIONS = (
     *("overview", "figure1", "theorems", "equation6", "table1", "table3", "figure3", "table2"),
-    *("steps", "quality", "recall", "chosen_k", "long"),
+    *("steps", "quality", "recall", "chosen_k", "long", "length"),
 )
 SCRIPTS = ("figure1", "theorems", "equation6")  # which have options of their own
 

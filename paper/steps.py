@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +24,13 @@ VOCABULARY = 16384
 
 def measure(work: Workspace) -> dict[str, Any]:
     """Seconds of a step of every variant; how a model starts does not change its time."""
-    torch._dynamo.config.recompile_limit = 64  # each variant is a graph of its own
     recipes = {name: variant_recipe(work, name) for name in DRAWN if not name.endswith("plain start")}
+    return seconds_of(recipes, "steps")
+
+
+def seconds_of(recipes: Mapping[str, Recipe], section: str) -> dict[str, Any]:
+    """The seconds of a training step by each recipe, timed in turn; all have the same number of tokens a step."""
+    torch._dynamo.config.recompile_limit = 64  # each recipe is a graph of its own
     runs: dict[str, Callable[[], None]] = {}
     for name, recipe in recipes.items():
         print(f"compiling {name}", flush=True)
@@ -34,9 +39,9 @@ def measure(work: Workspace) -> dict[str, Any]:
             runs[name]()
         release()
     seconds = interleaved(runs, min_seconds=1.0, rounds=5)
-    where = {"command": "python -m paper.steps", "commit": provenance.commit(), **provenance.environment()}
-    tokens = recipes[TWIN].batch_size * recipes[TWIN].max_length
-    return {"runs": {"steps": origin(where)}, "tokens": tokens, "seconds": seconds}
+    where = {"command": f"python -m paper.{section}", "commit": provenance.commit(), **provenance.environment()}
+    tokens = recipe.batch_size * recipe.max_length
+    return {"runs": {section: origin(where)}, "tokens": tokens, "seconds": seconds}
 
 
 def variant_recipe(work: Workspace, name: str) -> Recipe:
