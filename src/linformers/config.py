@@ -91,7 +91,8 @@ class LinformerConfig(PreTrainedConfig):
         local_window: w. In the same softmax, each query also attends to the exact keys at most w positions away. One
             number, or one per layer; 0 is the paper's model. `None` means 64, or n/8 if n is below 512; 0 for identity.
         projection_init: `"window"` starts E as mean pooling over windows of n/k tokens, `"sample"` as the selection of
-            one token from each window (always token 0 from the first), `"gaussian"` as $N(0, 1/n)$.
+            one token from each window (always token 0 from the first), `"gaussian"` as $N(0, 1/n)$. `None` means
+            `"sample"` with a local window and `"window"` without.
         shifted_windows: whether E starts with other windows, or other tokens from them, in each layer. `None` means
             `True` with `projection_init="sample"` and `False` otherwise, as in the paper's model.
         projection_scale: c, which sets how fast E learns: $E = E_0 + s \Delta$ with $s = c\,k/n$. Under an optimizer
@@ -100,7 +101,8 @@ class LinformerConfig(PreTrainedConfig):
         initial_far_bias: with a local window, each head of each layer adds a learned bias to the scores of its
             projected keys; this is its initial value; -log k starts near the token itself. `None`: no bias.
         position_embedding_type: `"absolute"` positions are learned and added to the embeddings; `"rotary"` positions
-            (Su et al., 2021) rotate queries and keys. A projected key has the position of its window or sample.
+            (Su et al., 2021) rotate queries and keys. A projected key has the position of its window or sample; a layer
+            without a local window rotates keys and values before it projects them.
         rope_parameters: the parameters of rotary positions, as in transformers; `rope_theta` is 10,000 by default.
         position_init: position embeddings are learned and start as sines and cosines with wavelengths up to 2πn tokens
             (`"waves"`) or 20,000π tokens (`"sinusoidal"`, Vaswani et al., 2017), or as noise (`"normal"`, RoBERTa).
@@ -146,7 +148,7 @@ class LinformerConfig(PreTrainedConfig):
     projected_length: int | list[int] | list[list[int]] | None = None
     sharing: str = "layerwise"
     projection: str = "linear"
-    projection_init: str = "sample"
+    projection_init: str | None = None
     shifted_windows: bool | None = None
     projection_scale: float | None = None
     local_window: int | list[int] | None = None
@@ -269,13 +271,18 @@ class LinformerConfig(PreTrainedConfig):
         return default_scale(self.sharing, any(self.local_windows))
 
     @property
+    def resolved_projection_init(self) -> str:
+        return self.projection_init or ("sample" if any(self.local_windows) else "window")
+
+    @property
     def resolved_shifted_windows(self) -> bool:
-        return self.projection_init == "sample" if self.shifted_windows is None else self.shifted_windows
+        return self.resolved_projection_init == "sample" if self.shifted_windows is None else self.shifted_windows
 
     @property
     def window_shifts(self) -> tuple[int, ...]:
         """By how many tokens the initial windows or samples of E are shifted in each layer; less than a window."""
-        if not self.resolved_shifted_windows or self.projection != "linear" or self.projection_init == "gaussian":
+        has_windows = self.projection == "linear" and self.resolved_projection_init != "gaussian"
+        if not has_windows or not self.resolved_shifted_windows:
             return (0,) * self.num_hidden_layers
         largest = [max(heads) for heads in self.projected_lengths]
         if self.sharing == "layerwise":
@@ -289,13 +296,14 @@ class LinformerConfig(PreTrainedConfig):
         return math.ceil(length / unit) * unit
 
     def resolved(self) -> Self:
-        """A copy with explicit values of k, w and c instead of `None`."""
+        """A copy with explicit values instead of `None` wherever a default depends on other fields."""
         copied = copy.deepcopy(self)
         if self.local_window is None:
             copied.local_window = self.local_windows[0]
         if self.projection not in WITHOUT_K:
             copied.projected_length = self.projected_length or self.largest_projected_length
         if self.projection == "linear":
+            copied.projection_init = self.resolved_projection_init
             copied.projection_scale = self.resolved_projection_scale
             copied.shifted_windows = self.resolved_shifted_windows
         return copied
@@ -333,7 +341,8 @@ class LinformerConfig(PreTrainedConfig):
             checks.check_size("embedding_size", self.embedding_size, most=2**31)
         checks.check_choice("projection", self.projection, PROJECTIONS)
         checks.check_choice("sharing", self.sharing, SHARINGS)
-        checks.check_choice("projection_init", self.projection_init, PROJECTION_INITS)
+        if self.projection_init is not None:
+            checks.check_choice("projection_init", self.projection_init, PROJECTION_INITS)
         checks.check_choice("position_embedding_type", self.position_embedding_type, POSITION_TYPES)
         self._check_rope_parameters()
         checks.check_range("rope_theta", self.rope_theta, 1.0, 1e12)

@@ -246,7 +246,7 @@ class LinformerPreTrainedModel(PreTrainedModel):
                 continue
             # A normalized token x has |x|² = d, so its score with itself is std² d √d_head for a key of its own; the
             # mean of n/k tokens needs √(n/k) times as much.
-            averages = config.projection_init != "sample" and not attention.local_window
+            averages = config.resolved_projection_init != "sample" and not attention.local_window
             tokens_per_key = config.max_position_embeddings / max(lengths) if averages else 1
             score = config.initial_self_score * math.sqrt(tokens_per_key)
             init.normal_(attention.query.weight, std=math.sqrt(score / (config.hidden_size * attention.head_dim**0.5)))

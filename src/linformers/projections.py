@@ -485,7 +485,7 @@ class Projections(nn.ModuleList):
             config.hidden_size // config.num_attention_heads,
             projection=config.projection,
             sharing=config.sharing,
-            init=config.projection_init,
+            init=config.resolved_projection_init,
             scale=config.resolved_projection_scale,
             shifts=config.window_shifts,
             rope_theta=config.rope_theta if config.is_rotary else None,

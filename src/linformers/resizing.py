@@ -141,7 +141,7 @@ def check_compatible(saved: LinformerConfig, asked: LinformerConfig) -> None:
     if same_projection and saved.projection in ("linear", "conv"):
         meaning["sharing"] = (saved.sharing, asked.sharing)
     if same_projection and saved.projection == "linear":
-        meaning["projection_init"] = (saved.projection_init, asked.projection_init)
+        meaning["projection_init"] = (saved.resolved_projection_init, asked.resolved_projection_init)
         meaning["shifted_windows"] = (saved.resolved_shifted_windows, asked.resolved_shifted_windows)
         meaning["projection_scale"] = (saved.resolved_projection_scale, asked.resolved_projection_scale)
     for name, (theirs, ours) in meaning.items():
