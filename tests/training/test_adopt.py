@@ -13,8 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
-from linformers import LinformerConfig, files
+from linformers import LinformerConfig, files, pooling
 from linformers.training import adopt, predict, rows
+from linformers.training.contrast import Contrast, ContrastiveTrainer, Pairs, encode_titled
 from linformers.training.distill import DistillationTrainer
 from linformers.training.trainer import read_metrics
 
@@ -187,6 +188,110 @@ def test_an_interrupted_distillation_resumes(text, corpus, tmp_path, monkeypatch
     assert not (tmp_path / "out.distillation").exists()
 
 
+def contrasted(folder, out, text, corpus, **options):
+    settings = Contrast(steps=20, batch_size=4, learning_rate=3e-3)
+    return convert(folder, out, text, contrast=[corpus], contrast_settings=settings, **options)
+
+
+def test_contrastive_training(text, tmp_path, monkeypatch):
+    """It lowers the loss on held-out pairs, and its result is a model of its own."""
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    random, letters = np.random.default_rng(0), list("abcdefghijklmnopqrstuvwxyz")
+    texts = ["".join(random.choice(random.choice(letters, 5), size=60)) for _ in range(200)]
+    corpus = small.write_table(tmp_path / "topics.jsonl", [{"text": own} for own in texts])
+    metrics, out = [], tmp_path / "out"
+    monkeypatch.setattr(adopt, "clean", lambda run: metrics.extend(read_metrics(run)))
+    contrasted(source(tmp_path / "in"), out, text, corpus)
+    contrastive = tmp_path / "out-contrastive"
+    errors = [entry["error"] for entry in metrics if "error" in entry]
+    assert len(errors) == 5
+    assert errors[-1] < 0.8 * errors[0]
+    reports = [json.loads((folder / "conversion.json").read_text()) for folder in (out, contrastive)]
+    assert reports[1]["before contrastive training"] == reports[0]["converted"] != reports[1]["converted"]
+    cards = [(folder / "README.md").read_text() for folder in (out, contrastive)]
+    assert ["by its title or 40 tokens" in card for card in cards] == [False, True]
+    plain = tmp_path / "plain"
+    convert(tmp_path / "in", plain, text)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, contrastive, plain)]
+    assert weights[0] == weights[2] != weights[1]
+
+
+def test_interrupted_contrastive_training_resumes_after_distillation(text, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    folder, out = source(tmp_path / "in"), tmp_path / "out"
+    options = {"distill": [corpus], "settings": adopt.Settings(steps=3, batch_size=4)}
+    contrasted(folder, tmp_path / "straight", text, corpus, **options)
+    with interrupted(9 + 3):
+        assert contrasted(folder, out, text, corpus, **options) == 128 + signal.SIGTERM
+    assert not out.exists()
+    with refused("start.hash was"):  # the same without distillation is another run
+        contrasted(folder, out, text, corpus)
+    contrasted(folder, out, text, corpus, **options)
+    for end in ("", "-contrastive"):
+        weights = [(tmp_path / f"{own}{end}" / "model.safetensors").read_bytes() for own in ("out", "straight")]
+        assert weights[0] == weights[1]
+    assert not list(tmp_path.glob("*.contrast")) + list(tmp_path.glob("*.distillation"))
+
+
+def test_pairs_depend_on_seed_and_number_alone():
+    rows = [{"input_ids": np.arange(100, 200), "title": [7, 8]}, {"input_ids": np.arange(50), "title": None}]
+    prefixes = {"document": [2, 4], "query": [2, 5]}
+    first, second = (Pairs(rows * 40, 0, prefixes, [3]) for _ in range(2))
+    titles = 0
+    for index in range(80):
+        pair = first[index]
+        assert all((pair[name] == second[index][name]).all() for name in ("input_ids", "query"))
+        text = rows[index % 2]["input_ids"]
+        assert pair["input_ids"].tolist() == [2, 4, *text, 3]
+        query = pair["query"].tolist()
+        assert (query[:2], query[-1]) == ([2, 5], 3)
+        if query[2:-1] == [7, 8]:
+            titles += 1
+        else:
+            start = query[2] - text[0]
+            assert query[2:-1] == text[start : start + (40 if index % 2 == 0 else 25)].tolist()
+    assert 10 < titles < 30  # of the 40 documents with a title
+    assert len({first[index]["query"].tobytes() for index in range(1, 80, 2)}) > 10
+    other = Pairs(rows * 40, 1, prefixes, [3])
+    assert any(first[index]["query"].tolist() != other[index]["query"].tolist() for index in range(80))
+
+
+def test_the_contrastive_loss_is_infonce_of_all_documents_at_once():
+    vectors = torch.nn.functional.normalize(torch.randn(20, 6), dim=-1)
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return SimpleNamespace(last_hidden_state=vectors[input_ids])
+
+    trainer = SimpleNamespace(pool=pooling.mean_of_real_tokens, temperature=0.1)
+    trainer.vectors = lambda *inputs: ContrastiveTrainer.vectors(trainer, *inputs)
+    documents, queries = torch.arange(10)[:, None], torch.arange(10, 20)[:, None]
+    inputs = {"input_ids": documents, "query_input_ids": queries}
+    inputs |= {"attention_mask": torch.ones_like(documents), "query_attention_mask": torch.ones_like(queries)}
+    scores = vectors[10:] @ vectors[:10].T / 0.1
+    expected = -(scores.log_softmax(1) + scores.log_softmax(0)).diagonal().mean() / 2
+    torch.testing.assert_close(ContrastiveTrainer.compute_loss(trainer, Model(), inputs), expected)
+
+
+def test_titled_documents_in_parts(tmp_path):
+    rows = [{"title": "a title", "text": "abcdefghij" * 2}, {"title": None, "text": "kl"}, {"title": "x", "text": "m"}]
+    encoded = encode_titled([small.write_table(tmp_path / "a.jsonl", rows * 2)], tokenizer(), 12, special=4)
+    letters = ["".join(tokenizer().convert_ids_to_tokens(row["input_ids"])) for row in encoded]
+    assert letters == ["abcdefgh", "ijabcdef", "ghij", "kl"] * 2
+    assert [row["title"] and len(row["title"]) for row in encoded] == [7, None, None, None] * 2
+    with refused("contrast has 1 documents, but it takes at least 4"):
+        encode_titled([small.write_table(tmp_path / "b.jsonl", rows[1:])], tokenizer(), 12, special=4)
+
+
+def test_prompts_of_sentence_transformers(tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / adopt.PROMPTS).write_text(json.dumps({"prompts": {"query": "ab", "passage": "c"}}))
+    prompts = [adopt.SentencePooling(tmp_path).prompt(kind, tokenizer()) for kind in ("query", "document")]
+    assert prompts == [tokenizer().convert_tokens_to_ids(list(own)) for own in ("ab", "c")]
+    (tmp_path / adopt.PROMPTS).unlink()
+    assert adopt.SentencePooling(tmp_path).prompt("query", tokenizer()) == []
+
+
 def test_hidden_states_of_chunks():
     """Of a teacher that maps each token to itself and its place in its chunk."""
 
@@ -225,6 +330,9 @@ def test_wrong_arguments(text, tmp_path):
         convert(folder, tmp_path / "out", text)
     with refused("steps, batch_size and learning_rate have no effect without distill"):
         convert(folder, tmp_path / "out", text, settings=adopt.Settings())
+    head = source(tmp_path / "head", "bert", "ForMaskedLM")
+    with refused("contrast trains vectors of texts, but the model is a BertForMaskedLM"):
+        convert(head, tmp_path / "out", text, contrast=[text])
     assert not (tmp_path / "out").exists()
 
 

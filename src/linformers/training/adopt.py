@@ -24,6 +24,9 @@ from ..errors import UserError
 from ..files import read_json
 from ..pooling import first_real_token, mean_of_real_tokens
 from ..progress import progress
+from .checkpoints import full_tensor
+from .contrast import SPAN, Contrast, encode_titled
+from .contrast import contrast as run_contrast
 from .corpus import open_tokenizer
 from .data import documents, find_files
 from .distill import Settings, clean, encode_documents, rows_hash
@@ -35,7 +38,8 @@ from .pretrain import describe, model_card, save_model
 PASSAGES, SECONDS, BATCH = 24, 4.0, 8
 MASKED = 0.15  # of the tokens, where words are compared
 # The files of a sentence-transformers folder that say how to make a vector of a text.
-SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+PROMPTS = "config_sentence_transformers.json"
+SENTENCE_FILES = ("modules.json", PROMPTS, "sentence_bert_config.json")
 PURPOSES = {
     "LinformerModel": "feature-extraction",
     "LinformerForMaskedLM": FILL_MASK,
@@ -51,7 +55,9 @@ def adopt(
     *,
     text: Sequence[Path] = (),
     distill: Sequence[Path] = (),
+    contrast: Sequence[Path] = (),
     settings: Settings | None = None,
+    contrast_settings: Contrast | None = None,
     revision: str | None = None,
     console: Console,
     command: str,
@@ -59,27 +65,38 @@ def adopt(
 ) -> int:
     """Convert a model with its tokenizer and, if it is one of sentence-transformers, its pooling; report on it.
 
-    Distillation runs in a folder beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
+    Training runs in folders beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
 
     Args:
         model: a folder or a name on the hub.
         out: a new folder.
         text: files to compare the models on; by default, Python's manual.
         distill: files to distill on; by default, the weights stay as they were copied.
+        contrast: files to train on contrastively after that; the result gets a folder of its own, `OUT-contrastive`.
         settings: how to distill.
+        contrast_settings: how to train contrastively.
         revision: the branch, tag or commit of a hub name.
         console: where the report is printed.
         command: for the card.
         **config: arguments of `convert.from_pretrained`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    contrastive = out.with_name(f"{out.name}-contrastive")
+    runs = {name: out.with_name(f"{out.name}.{name}") for name in ("distillation", "contrast")}
+    # A kill between the two results leaves the second one and the runs, from which both are written again.
+    for folder in [out, *([contrastive] if contrast and not runs["contrast"].exists() else [])]:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"out={str(folder)!r} is not an empty folder: choose a new one")
     make_folder("out", out.parent)
     if settings is not None and not distill:
         raise UserError("steps, batch_size and learning_rate have no effect without distill, the text to train on")
-    files = find_files(text, "text") if text else []
-    texts = find_files(distill, "text") if distill else []
+    files, texts, titled = (
+        find_files(sources, name) if sources else []
+        for name, sources in (("text", text), ("distill", distill), ("contrast", contrast))
+    )
     original = convert.load_original(model, revision)
+    if contrast and not type(original).__name__.endswith("Model"):
+        head = f"the model is a {type(original).__name__}: save its encoder with AutoModel and convert that"
+        raise UserError(f"contrast trains vectors of texts, but {head}")
     converted = convert.from_pretrained(original, **config)
     tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # what transformers makes of no file at all
@@ -91,32 +108,48 @@ def adopt(
     passages = encode_passages(tokenizer, read(files), longest)
     pooling = SentencePooling(source_folder(model, revision))
     inputs = (tokenizer, passages, pooling.pool, console)
-    report = {}
-    if texts:
-        report["before distillation"] = compare(original, converted, *inputs, branches=())["converted"]
-        rows, run = encode_documents(texts, tokenizer, n, before, after), out.with_name(f"{out.name}.distillation")
-        recorded = {"model": model, "revision": revision, "config": config, "rows": len(rows), "hash": rows_hash(rows)}
-        sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
-        code = run_distillation(converted, original, rows, run, settings or Settings(), recorded, console, **sizes)
-        if code:
-            return code
     both = converted.config.projection == "linear" and all(converted.config.local_windows)
-    report = compare(original, converted, *inputs, branches=BRANCHES if both else ()) | report
-    report["tokens_per_second"] = {
+    branches = BRANCHES if both else ()
+    recorded: dict[str, Any] = {"model": model, "revision": revision, "config": config}
+    earlier = {}
+    if texts:
+        earlier["before distillation"] = compare(original, converted, *inputs, branches=())["converted"]
+        rows = encode_documents(texts, tokenizer, n, before, after)
+        recorded |= {"rows": len(rows), "hash": rows_hash(rows)}
+        sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
+        run, how = runs["distillation"], settings or Settings()
+        if code := run_distillation(converted, original, rows, run, how, recorded, console, **sizes):
+            return code
+    reports = {out: compare(original, converted, *inputs, branches=branches) | earlier}
+    weights = {out: {name: full_tensor(tensor) for name, tensor in converted.state_dict().items()}}
+    if titled:
+        earlier["before contrastive training"] = reports[out]["converted"]
+        prefixes = {kind: [*before, *pooling.prompt(kind, tokenizer)] for kind in ("document", "query")}
+        rows = encode_titled(titled, tokenizer, n, max(map(len, prefixes.values())) + len(after))
+        recorded = {"start": recorded, "rows": len(rows), "hash": rows_hash(rows)}
+        ends: dict[str, Any] = {"pool": pooling.pool, "prefixes": prefixes, "after": after}
+        run, contrast_settings = runs["contrast"], contrast_settings or Contrast()
+        if code := run_contrast(converted, rows, run, contrast_settings, recorded, console, **ends):
+            return code
+        reports = {contrastive: compare(original, converted, *inputs, branches=branches) | earlier, **reports}
+        weights[contrastive] = converted.state_dict()
+    speeds = {
         f"original, {limit} tokens": round(speed(original, limit)),
         f"converted, {n} tokens": round(speed(converted, n)),
     }
-    show(report, console)
-    card = card_of(model, revision, converted, report, command)
+    for folder, report in reports.items():  # `out` is last: it marks the command as finished
+        report["tokens_per_second"] = speeds
+        show(report, console)
+        card = card_of(model, revision, converted, report, command)
 
-    def add_pooling(folder: Path) -> None:
-        (folder / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
-        pooling.write(folder, n)
+        def add_pooling(unfinished: Path, report: dict[str, Any] = report) -> None:
+            (unfinished / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
+            pooling.write(unfinished, n)
 
-    save_model(out, converted, converted.state_dict(), tokenizer, card, add_pooling)
-    if texts:
+        save_model(folder, converted, weights[folder], tokenizer, card, add_pooling)
+        console.print(f"model in {folder}", markup=False, highlight=False)
+    for run in runs.values():
         clean(run)
-    console.print(f"model in {out}", markup=False, highlight=False)
     return 0
 
 
@@ -161,13 +194,22 @@ class SentencePooling:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder if (folder / "modules.json").exists() else None
-        self.first_token = False
+        self.first_token, self.prompts = False, {}
+        if self.folder and (self.folder / PROMPTS).exists():
+            prompts = read_json(self.folder / PROMPTS).get("prompts")
+            self.prompts = prompts if isinstance(prompts, dict) else {}
         for path in sorted(folder.glob("*_Pooling/config.json")) if self.folder else []:
             modes = read_json(path)
             used = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
             if "pooling_mode" in modes:  # from sentence-transformers 5.4 on
                 used = [f"pooling_mode_{modes['pooling_mode']}"]
             self.first_token = bool(used) and all("cls" in name for name in used)
+
+    def prompt(self, kind: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that come before each text of a kind, `"document"` or `"query"`."""
+        prompts = [self.prompts.get(name) for name in ((kind, "passage") if kind == "document" else (kind,))]
+        text = next((prompt for prompt in prompts if isinstance(prompt, str)), "")
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def pool(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
         return (first_real_token if self.first_token else mean_of_real_tokens)(hidden_states, mask)
@@ -306,6 +348,9 @@ def card_of(model: str, revision: str | None, converted: PreTrainedModel, report
     weights = "whose weights it has"
     if "before distillation" in report:
         weights = "with whose weights it started, then distilled from it"
+    if "before contrastive training" in report:
+        weights = weights.replace("whose weights it has", "with whose weights it started")
+        weights += f", then trained to tell a document from others by its title or {SPAN} tokens of it"
     text = f"""\
 Converted from `{model}`{at}, {weights}.
 Agreement on passages that the original can read:

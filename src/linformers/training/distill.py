@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -142,16 +142,55 @@ def distill(
     special: tuple[int, int],
 ) -> int:
     """Distill in the folder `run`, where an interrupted run resumes; returns an exit code, see `trainer.train`."""
+
+    def make_trainer(training: list[dict[str, Any]], batch: int, **common: Any) -> ExactTrainer:
+        return DistillationTrainer(
+            student,
+            teacher,
+            chunk,
+            *special,
+            data_collator=partial(collate, pad_token_id=student.config.pad_token_id or 0, max_length=length),
+            train_dataset=EpochOrder(training, settings.seed, settings.steps * batch, batch),
+            **common,
+        )
+
+    length = student.config.max_position_embeddings
+    return run_stage("distillation", make_trainer, student, rows, run, settings, recorded, console)
+
+
+def run_stage(
+    title: str,
+    make_trainer: Callable[..., ExactTrainer],
+    student: PreTrainedModel,
+    rows: list[dict[str, Any]],
+    run: Path,
+    settings: Any,
+    recorded: dict[str, Any],
+    console: Console,
+    least_held_out: int = 1,
+) -> int:
+    """Train a student in the folder `run`, where an interrupted run resumes; returns an exit code, see `trainer.train`.
+
+    Args:
+        title: of the progress bar.
+        make_trainer: makes a trainer of the training rows, the batch size, and further arguments of it.
+        student: the model to train.
+        rows: documents, some of which are held out.
+        run: a folder for checkpoints.
+        settings: with `steps`, `batch_size`, `learning_rate` and `seed`.
+        recorded: what identifies the run besides its settings.
+        console: where progress is shown.
+        least_held_out: the fewest rows to hold out.
+    """
     make_folder("out", run)
     with checkpoints.locked(run):
         checkpoints.claim(run, "convert", {**recorded, **asdict(settings)})
         set_seed(settings.seed)
         order = np.random.default_rng(settings.seed).permutation(len(rows))
-        held_out = max(1, min(MOST_HELD_OUT, int(len(rows) * HELD_OUT)))
+        held_out = max(least_held_out, min(MOST_HELD_OUT, int(len(rows) * HELD_OUT)))
         validation, training = ([rows[i] for i in part] for part in (order[:held_out], order[held_out:]))
         compile_model(student, "auto", any_length=True)
         every, batch = max(1, settings.steps // 5), min(settings.batch_size, len(training))
-        length = student.config.max_position_embeddings
         arguments = TrainingArguments(
             output_dir=str(run),
             max_steps=settings.steps,
@@ -168,20 +207,11 @@ def distill(
             seed=settings.seed,
             **common_arguments("auto"),
         )
-        trainer = DistillationTrainer(
-            student,
-            teacher,
-            chunk,
-            *special,
-            args=arguments,
-            data_collator=partial(collate, pad_token_id=student.config.pad_token_id or 0, max_length=length),
-            train_dataset=EpochOrder(training, settings.seed, settings.steps * batch, batch),
-            eval_dataset=validation,
-        )
+        trainer = make_trainer(training, batch, eval_dataset=validation, args=arguments)
         tokens = int(np.mean([len(row["input_ids"]) for row in training]) * batch)
-        return train(trainer, console, "distillation", score="error", unit="tokens", units_per_step=tokens)
+        return train(trainer, console, title, score="error", unit="tokens", units_per_step=tokens)
 
 
 def clean(run: Path) -> None:
-    """Delete what a finished distillation left; its result is elsewhere."""
+    """Delete what a finished run left; its result is elsewhere."""
     shutil.rmtree(run, ignore_errors=True)
