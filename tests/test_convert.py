@@ -6,11 +6,12 @@ import itertools
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 
 from linformers import LinformerForMaskedLM, LinformerModel
-from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_fairseq, from_pretrained
+from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_fairseq, from_pretrained, load_original
 
 from . import modes
 from .modes import refused
@@ -314,3 +315,54 @@ def test_wrong_checkpoints_of_fairseq(tmp_path):
         with refused(f"{name} is damaged, or holds more than weights"):
             from_fairseq(tmp_path / name, 2)
     assert not trace.exists()
+
+
+def save_pickled(model, folder):
+    """As transformers saved models before safetensors."""
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("save", [lambda model, folder: model.save_pretrained(folder), save_pickled])
+@pytest.mark.parametrize("keep", [0, 50, -100])
+def test_a_truncated_file_of_weights_is_named(save, keep, tmp_path):
+    save(original("bert"), tmp_path)
+    assert isinstance(load_original(str(tmp_path)), transformers.BertModel)
+    (path,) = [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.bin")]
+    path.write_bytes(path.read_bytes()[:keep])
+    with refused(f"{path} is damaged"):
+        load_original(str(tmp_path))
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    original("bert").save_pretrained(tmp_path, max_shard_size="4KB")
+    path = sorted(tmp_path.glob("*.safetensors"))[2]
+    path.write_bytes(path.read_bytes()[:-7])
+    with refused(f"{path} is damaged or truncated"):
+        load_original(str(tmp_path))
+    path.unlink()
+    with refused(path.name):
+        load_original(str(tmp_path))
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
+    original("bert").save_pretrained(tmp_path)
+    path, name = tmp_path / "model.safetensors", "encoder.layer.1.output.dense.weight"
+    state = load_file(path)
+    save_file({**state, name: torch.zeros(2, 3)}, path, {"format": "pt"})
+    with refused(f"has the weight {name} of shape (2, 3), expected (16, 24) as in config.json"):
+        load_original(str(tmp_path))
+    save_file({key: weight for key, weight in state.items() if key != name}, path, {"format": "pt"})
+    with refused(f"is incomplete: it has no weight {name}"):
+        load_original(str(tmp_path))
+    save_file({key: weight for key, weight in state.items() if "pooler" not in key}, path, {"format": "pt"})
+    load_original(str(tmp_path))  # a Linformer has no pooler
+
+
+def test_pickled_code_is_not_executed(tmp_path):
+    save_pickled(original("bert"), tmp_path)
+    torch.save({"evil": Payload(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
+    with refused("pytorch_model.bin is damaged, or holds more than weights"):
+        load_original(str(tmp_path))
+    assert not (tmp_path / "trace").exists()

@@ -11,15 +11,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from . import modeling
-from .checks import did_you_mean, nearest_name
+from .checks import check_weights_open, did_you_mean, nearest_name
 from .config import ALIASES, NO_CAUSAL, LinformerConfig
 from .errors import UserError
 
@@ -259,13 +261,24 @@ def load_original(name: str, revision: str | None = None) -> PreTrainedModel:
         model_class = getattr(transformers, classes[0], None)
         if model_class is None:
             raise UserError(f"model={name!r} is a {classes[0]}, which transformers does not have")
-        return model_class.from_pretrained(name, **options).eval()
+        check_weights_open(Path(name))
+        loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = model_class.from_pretrained(name, **options, **loading)
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+        for path in sorted(Path(name).glob("pytorch_model*.bin")):
+            load_pickled(path)
         if isinstance(error, OSError) and not Path(name).exists():
             raise UserError(f"model={name!r} is neither a folder nor a name on the hub that can be reached") from None
-        raise UserError(f"model={name!r} does not load: {str(error).splitlines()[0]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"model={name!r} does not load: {reason}") from None
+    for key, theirs, expected in sorted(found["mismatched_keys"]):
+        shapes = f"{tuple(theirs)}, expected {tuple(expected)} as in config.json"
+        raise UserError(f"model={name!r} has the weight {key} of shape {shapes}")
+    if missing := sorted(key for key in found["missing_keys"] if "pooler." not in key):
+        raise UserError(f"model={name!r} is incomplete: it has no weight {missing[0]}")
+    return model.eval()
 
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
@@ -396,7 +409,7 @@ def from_fairseq(
         num_attention_heads: h, which the weights do not tell.
         hidden_act: the activation of the feed-forward networks.
     """
-    state = checkpoint if isinstance(checkpoint, Mapping) else load_fairseq(Path(checkpoint))
+    state = checkpoint if isinstance(checkpoint, Mapping) else load_pickled(Path(checkpoint))
     state = state.get("model", state)
     encoder, head = (
         {name.partition(part)[2]: value for name, value in state.items() if part in name}
@@ -440,12 +453,12 @@ def from_fairseq(
     return load(modeling.LinformerForMaskedLM(config), weights).eval()
 
 
-def load_fairseq(path: Path) -> dict[str, Any]:
+def load_pickled(path: Path) -> dict[str, Any]:
     """Unpickle tensors, containers and the namespace of arguments that fairseq saves, and nothing else."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # of pickle, zip files and torch
-        raise UserError(f"{path} is damaged, or holds more than weights: {str(error).splitlines()[0]}") from None
+    except Exception:  # of pickle, zip files and torch, whose advice is to execute the file
+        raise UserError(f"{path} is damaged, or holds more than weights") from None

@@ -1,6 +1,7 @@
 """`linformers convert`: the folder that it writes, and its report."""
 
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -11,9 +12,19 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 from linformers import LinformerConfig, files, pooling
+from linformers.convert import from_pretrained
 from linformers.training import adopt, predict, rows
 from linformers.training.contrast import Contrast, ContrastiveTrainer, Pairs, encode_titled
 from linformers.training.distill import DistillationTrainer
@@ -107,6 +118,97 @@ def test_it_loads_in_a_fresh_process_and_in_our_commands(text, tmp_path, monkeyp
     with (tmp_path / "answers.jsonl").open("w") as file:
         predict.predict_lines(out, ["the quick fox"], file)
     assert json.loads((tmp_path / "answers.jsonl").read_text())["label"] in ("LABEL_0", "LABEL_1")
+
+
+def test_a_fresh_process_computes_the_same(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in"), out, text)
+    ids = torch.randint(5, 31, (2, 60))
+    torch.save(ids, tmp_path / "ids.pt")
+    program = "import sys, torch, linformers; from transformers import AutoModel;"
+    program += "states = AutoModel.from_pretrained(sys.argv[1])(torch.load(sys.argv[2])).last_hidden_state;"
+    program += "torch.save(states.detach(), sys.argv[2])"
+    subprocess.run([sys.executable, "-c", program, str(out), str(tmp_path / "ids.pt")], check=True)
+    expected = from_pretrained(tmp_path / "in", **CONFIG)(ids).last_hidden_state
+    torch.testing.assert_close(torch.load(tmp_path / "ids.pt"), expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_trainer(text, tmp_path, monkeypatch):
+    """Transformers' own Trainer teaches a converted classifier to tell two letters apart."""
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in", "bert", "ForSequenceClassification"), out, text)
+    model, loaded = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    examples = [{**loaded("ab"[label] * (30 + i)), "label": label} for i in range(16) for label in (0, 1)]
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=15, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    options = {"train_dataset": examples, "eval_dataset": examples, "processing_class": loaded}
+    trainer = Trainer(model, arguments, **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    trainer.save_model(tmp_path / "trained")
+    assert len(pipeline("text-classification", model=str(tmp_path / "trained"))("aaaa")) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_onnx(text, tmp_path, monkeypatch):
+    """The exported model computes the same for batches and lengths that it was not exported with."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in"), out, text)
+    model = AutoModel.from_pretrained(out).eval()
+    ids = torch.randint(5, 31, (3, 20))
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=64)}
+    names = ["input_ids", "attention_mask"]
+    inputs = dict(zip(names, (ids, torch.ones_like(ids)), strict=True))
+    torch.onnx.export(
+        model, (), tmp_path / "model.onnx", kwargs=inputs, dynamo=True, dynamic_shapes=dict.fromkeys(names, sizes),
+        input_names=names, output_names=["last_hidden_state"], verbose=False,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch, length in ((1, 64), (4, 33)):
+        ids = torch.randint(5, 31, (batch, length))
+        mask = (torch.arange(length) < length - torch.arange(batch)[:, None]).long()
+        (found,) = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        expected = model(ids, mask).last_hidden_state.detach()
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-4)
+
+
+def sentence_folder(folder):
+    """The folder of a small model of sentence-transformers."""
+    source(folder)
+    types = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(types.items())
+    ]
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling").mkdir()
+    contents = {"modules.json": modules, "1_Pooling/config.json": pooling}
+    contents["sentence_bert_config.json"] = {"max_seq_length": 25, "do_lower_case": False}
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_sentence_transformers(text, tmp_path, monkeypatch):
+    """Its vectors of a long text are the normalized means of our hidden states."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(sentence_folder(tmp_path / "in"), out, text)
+    model = sentence_transformers.SentenceTransformer(str(out), device="cpu")
+    texts = ["abc" * 19, "quick fox"]
+    ids = AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="pt")
+    states = AutoModel.from_pretrained(out).eval()(**ids).last_hidden_state
+    vectors = torch.nn.functional.normalize(pooling.mean_of_real_tokens(states, ids["attention_mask"]), dim=-1)
+    torch.testing.assert_close(torch.tensor(model.encode(texts)), vectors.detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls"])
