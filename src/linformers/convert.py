@@ -341,7 +341,7 @@ def unused_positions(config: PreTrainedConfig) -> int:
 
 def weights_of(model: PreTrainedModel, architecture: Architecture, head: str) -> dict[str, Tensor]:
     """The weights of a model under our names."""
-    names, without = [(f"{architecture.prefix}.", "linformer."), *architecture.names], architecture.without
+    names, without = ((f"{architecture.prefix}.", "linformer."), *architecture.names), architecture.without
     if head == "ForSequenceClassification":
         names += architecture.classifier
         without = without if architecture.classifier is not POOLED else without[1:]
@@ -351,15 +351,26 @@ def weights_of(model: PreTrainedModel, architecture: Architecture, head: str) ->
             continue
         if "position_embeddings" in key:
             weight = weight[unused_positions(model.config) :]
-        for theirs, own in names:
-            key = key.replace(theirs, own)
-        weights[key] = weight
+        weights[own_name(key, names)] = weight
     if head == "Model":  # also from a model with a head that is left out
         weights = {key.removeprefix("linformer."): weight for key, weight in weights.items()}
     types = f"{'' if head == 'Model' else 'linformer.'}embeddings.token_type_embeddings.weight"
     if types not in weights:  # as in DistilBERT
         weights[types] = torch.zeros(1, weights[types.replace("token_type", "word")].shape[1], dtype=model.dtype)
     return weights
+
+
+def attention_outputs(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of an original whose outputs are those of its attentions, before the residual, in order."""
+    names = ARCHITECTURES[model.config.model_type].names
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [module for name, module in linear if own_name(name, names).endswith(".attention.output")]
+
+
+def own_name(name: str, names: Names) -> str:
+    for theirs, own in names:
+        name = name.replace(theirs, own)
+    return name
 
 
 def load(model: modeling.LinformerPreTrainedModel, weights: dict[str, Tensor]) -> modeling.LinformerPreTrainedModel:
@@ -443,8 +454,7 @@ def from_fairseq(
     for name, value in encoder.items():
         if "compress" in name or name == "version":
             continue
-        for theirs, ours in FAIRSEQ:
-            name = name.replace(theirs, ours)
+        name = own_name(name, FAIRSEQ)
         if "position_embeddings" in name:
             value = value[FAIRSEQ_PADS : n + FAIRSEQ_PADS]
         weights[f"linformer.{name}"] = value

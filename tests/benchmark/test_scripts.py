@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 import typer
 
 from linformers_cli import run_script
 
+from ..test_convert import original
+from ..training.small import write_table
 from ..training.test_adopt import source
 from .test_efficiency import out_of_memory
 
@@ -131,3 +135,46 @@ def test_conversion(tmp_path, run, monkeypatch):
     assert list(record["rows"]) == [first, f"{first}, without projected", f"{first}, without window", second]
     assert all(-1 <= value <= 1 for row in record["rows"].values() for value in row.values())
     assert {"command", "commit", "torch", "device"} <= record.keys()
+
+
+def test_distillation(tmp_path, run, capsys):
+    model, out = source(tmp_path / "in"), tmp_path / "out"
+    random, letters = np.random.default_rng(0), list("abcdefghijklmnopqrstuvwxyz")
+    for name in ("train", "test"):
+        rows = [{"text": "".join(random.choice(letters, size=20 + i))} for i in range(30)]
+        write_table(tmp_path / f"{name}.jsonl", rows)
+    files = ["--text", tmp_path / "train.jsonl", "--held-out", tmp_path / "test.jsonl"]
+    shape = ["--length", 64, "--projected", 8, "--window", 4, "--steps", 4, "--passages", 5, "--out", out]
+    recipe = ["--recipe", "all", "--recipe", "short=0.5,projection_scale=2,batch_size=2"]
+    assert run("distillation", model, *files, *shape, *recipe) == 0
+    record = json.loads((out / "recipes.json").read_text())
+    assert list(record["rows"]) == ["copied", "all", recipe[3]]
+    for row in record["rows"].values():
+        for part in (row, row["without projected"], row["without window"]):
+            for name in ("25 tokens", "up to 25 tokens"):
+                assert all(-1 <= value <= 1 for value in part[name].values())
+    copied, trained = record["rows"]["copied"], record["rows"]["all"]
+    assert copied["25 tokens"] != trained["25 tokens"]
+    assert {"command", "commit", "torch", "device"} <= record.keys()
+    assert run("distillation", model, *files, *shape, *recipe, "--recipe", "cosine") == 0
+    again = json.loads((out / "recipes.json").read_text())["rows"]
+    assert again["all"] == trained
+    assert list(again) == ["copied", "all", recipe[3], "cosine"]
+    assert run("distillation", model, *files, *shape, "--recipe", "speed=1") == 2
+    assert "recipe='speed=1' is not one of hidden states" in capsys.readouterr().err
+
+
+def test_embed():
+    """Rows of different lengths in any order, in several batches, as each of them alone."""
+    from benchmarks import vectors
+
+    from linformers import pooling
+
+    network, rows = original("bert", pad_token_id=0), [list(range(3, 3 + size)) for size in (5, 1, 20, 9, 25)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vectors, "TOKENS", 30)
+        found = vectors.embed(network, rows, pooling.mean_of_real_tokens)
+    for row, vector in zip(rows, found, strict=True):
+        states = network(torch.tensor([row])).last_hidden_state
+        expected = torch.nn.functional.normalize(states.mean(1), dim=-1)[0]
+        torch.testing.assert_close(vector, expected.detach(), rtol=0, atol=1e-5)

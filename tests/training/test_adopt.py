@@ -27,7 +27,7 @@ from linformers import LinformerConfig, files, pooling
 from linformers.convert import from_pretrained
 from linformers.training import adopt, predict, rows
 from linformers.training.contrast import Contrast, ContrastiveTrainer, Pairs, encode_titled
-from linformers.training.distill import DistillationTrainer
+from linformers.training.distill import Batch, DistillationTrainer
 from linformers.training.trainer import read_metrics
 
 from ..modes import refused
@@ -278,13 +278,14 @@ def test_distillation_lowers_the_error(text, corpus, tmp_path, monkeypatch):
 def test_an_interrupted_distillation_resumes(text, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     folder, out = source(tmp_path / "in", "electra", "ForSequenceClassification"), tmp_path / "out"
-    distilled(folder, tmp_path / "straight", text, corpus)
+    options = {"mixer_steps": 12, "without_window": 0.3, "short": 0.5, "cosine": 1.0}
+    distilled(folder, tmp_path / "straight", text, corpus, **options)
     with interrupted(9):
-        assert distilled(folder, out, text, corpus) == 128 + signal.SIGTERM
+        assert distilled(folder, out, text, corpus, **options) == 128 + signal.SIGTERM
     assert not (out / "config.json").exists()
     with refused("learning_rate was 0.003 and is now 0.1"):
-        distilled(folder, out, text, corpus, learning_rate=0.1)
-    distilled(folder, out, text, corpus)
+        distilled(folder, out, text, corpus, **options, learning_rate=0.1)
+    distilled(folder, out, text, corpus, **options)
     weights = [(own / "model.safetensors").read_bytes() for own in (out, tmp_path / "straight")]
     assert weights[0] == weights[1]
     assert not (tmp_path / "out.distillation").exists()
@@ -394,22 +395,76 @@ def test_prompts_of_sentence_transformers(tmp_path):
     assert adopt.SentencePooling(tmp_path).prompt("query", tokenizer()) == []
 
 
-def test_hidden_states_of_chunks():
-    """Of a teacher that maps each token to itself and its place in its chunk."""
-
-    class Teacher(torch.nn.Module):
-        config = LinformerConfig(pad_token_id=0)
-
-        def forward(self, ids, attention_mask, output_hidden_states):
-            places = torch.arange(ids.shape[1]).expand_as(ids)
-            return SimpleNamespace(hidden_states=[torch.stack([ids, places, attention_mask], -1)])
-
+def test_documents_in_chunks():
     ids = torch.tensor([[2, 10, 11, 12, 13, 14, 3, 0], [2, 20, 21, 22, 23, 24, 25, 3]])
-    trainer = SimpleNamespace(teacher=Teacher(), chunk=5, before=1, after=1)
-    (states,), places = DistillationTrainer.states_of_chunks(trainer, ids, (ids != 0).long())
-    assert states[:, 0].tolist() == ids.flatten()[places].tolist() == [2, 10, 11, 12, 13, 14, 2, *range(20, 26)]
-    assert states[:, 1].tolist() == [0, 1, 2, 3, 1, 2, 0, 1, 2, 3, 1, 2, 3]
-    assert states[:, 2].all()
+    batch = Batch.of(ids, (ids != 0).long(), chunk=5, before=1, after=1, pad=0)
+    assert batch.chunks.tolist() == [[2, 10, 11, 12, 3], [2, 13, 14, 3, 0], [2, 20, 21, 22, 3], [2, 23, 24, 25, 3]]
+    assert batch.chunk_mask.tolist() == (batch.chunks != 0).long().tolist()
+    tokens = [2, 10, 11, 12, 13, 14, 3, 2, *range(20, 26), 3]  # what is at the ends of documents has counterparts
+    assert ids.flatten()[batch.places].tolist() == batch.chunks.flatten()[batch.chunk_places].tolist() == tokens
+    short = batch.in_chunks()
+    assert short.ids.flatten()[short.places].tolist() == batch.chunks[batch.chunks != 0].tolist()
+
+
+def distillation(folder, tmp_path, steps=1, first_token=False, **settings):
+    """A trainer for an identical copy with a window, which computes what the original computes."""
+    teacher = AutoModel.from_pretrained(folder).eval()
+    options = {"length": 25, "projected_length": 25, "projection_init": "window", "local_window": 3}
+    student = from_pretrained(teacher, **options, initial_far_bias=None)
+    arguments = TrainingArguments(str(tmp_path / "run"), report_to=[], disable_tqdm=True, use_cpu=True)
+    settings = adopt.Settings(steps=steps, **settings)
+    return DistillationTrainer(student, teacher, 9, 1, 1, settings, first_token, args=arguments), student
+
+
+BATCH = {"input_ids": torch.tensor([[2, *range(5, 22), 3], [2, *range(9, 14), 3, *[0] * 12]])}
+BATCH["attention_mask"] = (BATCH["input_ids"] != 0).long()
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "electra"])
+def test_errors_of_a_student_that_equals_its_teacher_are_zero(kind, tmp_path):
+    """On chunks, without its window: of mixers, of hidden states and of pooled vectors; not after a change."""
+    folder = source(tmp_path / "in", kind)
+    for first_token in (False, True):
+        options = {"without_window": 1.0, "short": 1.0, "cosine": 1.0}
+        losses = [distillation(folder, tmp_path, first_token=first_token, **options, mixer_steps=i) for i in (0, 1)]
+        for trainer, student in losses:
+            assert trainer.compute_loss(student, BATCH).item() == pytest.approx(0, abs=1e-8)
+            assert [layer.attention.local_window for layer in student.layers] == [3] * 3
+            torch.nn.init.normal_(student.layers[1].attention.value.weight)
+            loss = trainer.compute_loss(student, BATCH)
+            loss.backward()
+            assert loss.item() > 0.01
+    trainer, student = distillation(folder, tmp_path, mixer_steps=1, without_window=1.0, short=1.0)
+    torch.nn.init.normal_(student.layers[0].attention.value.weight)
+    trainer.compute_loss(student, BATCH).backward()  # later mixers are given the teacher's states
+    gradients = [layer.attention.value.weight.grad.abs().sum() for layer in student.layers]
+    assert gradients[0] > 1e-3
+    torch.testing.assert_close(torch.stack(gradients[1:]), torch.zeros(2), rtol=0, atol=1e-5)
+
+
+def test_the_window_and_long_documents_are_dropped_at_random(tmp_path):
+    trainer, student = distillation(source(tmp_path / "in"), tmp_path, 200, without_window=0.25, short=0.5)
+    seen = []
+    trainer.error = lambda model, batch, cosine: seen.append((student.layers[0].attention.local_window, len(batch.ids)))
+    for step in range(200):
+        trainer.state.global_step = step
+        trainer.compute_loss(student, BATCH)
+    assert set(seen) == {(window, rows) for window in (0, 3) for rows in (2, 4)}
+    shares = [sum(own[i] == value for own in seen) / 200 for i, value in ((0, 0), (1, 4))]
+    assert shares == pytest.approx([0.25, 0.5], abs=0.1)
+    again = list(seen)
+    seen.clear()
+    for step in (17, 3):
+        trainer.state.global_step = step
+        trainer.compute_loss(student, BATCH)
+    assert seen == [again[17], again[3]]
+
+
+@pytest.mark.parametrize("settings", [{"mixer_steps": 21}, {"without_window": 1.5}, {"short": -1}, {"cosine": "a"}])
+def test_wrong_settings(settings):
+    (name,) = settings
+    with refused(f"{name}={settings[name]!r} must be a number from 0 to"):
+        adopt.Settings(steps=20, **settings)
 
 
 def test_wrong_arguments(text, tmp_path):

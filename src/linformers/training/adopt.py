@@ -116,7 +116,11 @@ def adopt(
         earlier["before distillation"] = compare(original, converted, *inputs, branches=())["converted"]
         rows = encode_documents(texts, tokenizer, n, before, after)
         recorded |= {"rows": len(rows), "hash": rows_hash(rows)}
-        sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
+        sizes: dict[str, Any] = {
+            "chunk": limit,
+            "special": (len(before), len(after)),
+            "first_token": pooling.first_token,
+        }
         run, how = runs["distillation"], settings or Settings()
         if code := run_distillation(converted, original, rows, run, how, recorded, console, **sizes):
             return code

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..checks import check_positive, check_size
 from ..errors import UserError
 from .data import titled_documents
-from .distill import run_stage
+from .distill import run_stage, token_ids
 from .rows import EpochOrder, collate
 from .trainer import ExactTrainer
 
@@ -123,10 +124,9 @@ def encode_titled(
     """
     rows, size = [], length - special
     for path in files:
-        for title, text in titled_documents(path):
-            ids, name = (
-                tokenizer(own, add_special_tokens=False, verbose=False)["input_ids"] for own in (text, title or "")
-            )
+        titles, texts = tee(titled_documents(path))
+        names = token_ids(tokenizer, (title or "" for title, _ in titles))
+        for name, ids in zip(names, token_ids(tokenizer, (text for _, text in texts)), strict=True):
             for start in range(0, len(ids) - 1, size):  # no part of a single token
                 part = np.array(ids[start : start + size], dtype=np.int32)
                 rows.append({"input_ids": part, "title": name[:size] if name and start == 0 else None})
