@@ -228,6 +228,8 @@ def main(
     global ARTICLES
     check_choice("part", part, ("retrieval", "classification"))
     make_folder("out", out)
+    if part == "retrieval" and length < (least := LATE + SPAN + 16):  # special tokens and prompts included
+        raise UserError(f"length={length} must be at least {least}, so that there are late spans")
     console, rows = Console(), encoders(original, model or [], length)
     record = {"command": shlex.join(["python", "-m", "benchmarks.documents", *sys.argv[1:]]), "commit": commit()}
     record |= {**environment(), "original": original, "models": model or [], "n": length, "small": small}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -24,6 +25,7 @@ from . import modeling
 from .checks import check_weights_open, did_you_mean, nearest_name
 from .config import ALIASES, NO_CAUSAL, LinformerConfig
 from .errors import UserError
+from .files import read_json
 
 # Our classes by what follows the name of the architecture in transformers' classes.
 CLASSES: dict[str, type[modeling.LinformerPreTrainedModel]] = {
@@ -94,14 +96,14 @@ class Architecture:
     heads: Mapping[str, str] = field(default_factory=dict)
 
 
+ROBERTA_HEADS: Names = (
+    ("lm_head.layer_norm", "head.norm"),
+    ("lm_head.", "head."),
+    ("classifier.out_proj", "classifier.output"),
+)
 ROBERTA = Architecture(
     prefix="roberta",
-    names=(
-        *ENCODER,
-        ("lm_head.layer_norm", "head.norm"),
-        ("lm_head.", "head."),
-        ("classifier.out_proj", "classifier.output"),
-    ),
+    names=(*ENCODER, *ROBERTA_HEADS),
     without=("pooler.", "lm_head.bias"),  # a second name of the decoder's bias
 )
 ARCHITECTURES = {
@@ -430,13 +432,9 @@ def from_fairseq(
         if name not in encoder:
             raise UserError(f"the checkpoint is not a Linformer of fairseq: it has no {name}")
     layers = 1 + max(int(name.split(".")[1]) for name in encoder if name.startswith("layers."))
-    names = [f"layers.{i}.self_attn.compress_{kind}.weight" for i in range(layers) for kind in "kv"]
-    shared = "compress_layer.weight"
-    E = [encoder[shared]] if shared in encoder else [encoder[name] for name in names if name in encoder]
-    if not E or "dense.weight" not in head:
-        lost = "lm_head.dense.weight" if E else names[0]
-        raise UserError(f"the checkpoint is not a Linformer of fairseq: it has no {lost}")
-    sharing = "layerwise" if shared in encoder else "key-value" if len(E) == layers else "headwise"
+    E, sharing = compressions(encoder, layers, "layers.{}.self_attn", "compress_layer.weight" in encoder)
+    if "dense.weight" not in head:
+        raise UserError("the checkpoint is not a Linformer of fairseq: it has no lm_head.dense.weight")
     (k, n), (vocab_size, hidden_size) = E[0].shape, encoder["embed_tokens.weight"].shape
     config = LinformerConfig.paper(
         n,
@@ -461,6 +459,117 @@ def from_fairseq(
     weights |= {FAIRSEQ_HEAD[name]: value for name, value in head.items() if name in FAIRSEQ_HEAD}
     weights |= {f"linformer.projections.{i}.delta": matrix.T for i, matrix in enumerate(E)}  # s = 1, and E starts at 0
     return load(modeling.LinformerForMaskedLM(config), weights).eval()
+
+
+def compressions(weights: Mapping[str, Tensor], layers: int, place: str, shared: bool) -> tuple[list[Tensor], str]:
+    """The different E and F (k, n) of all layers, in order, and what kind of sharing they have.
+
+    Args:
+        weights: of the encoder.
+        layers: their number.
+        place: of the attention of a layer, whose number is `{}`.
+        shared: whether all layers have the same E, under one of its names.
+    """
+    names = [f"{place.format(i)}.compress_{kind}.weight" for i in range(layers) for kind in "kv"]
+    if shared:
+        names = ["compress_layer.weight", *names]
+    found = [weights[name] for name in names if name in weights]
+    if not found:
+        raise UserError(f"the checkpoint is not a Linformer: it has no {names[0]}")
+    if shared:
+        return found[:1], "layerwise"
+    return found, "key-value" if len(found) == layers else "headwise"
+
+
+# The layers of jargon are those of fairseq, normalized first, in a RoBERTa of transformers.
+JARGON: Names = (
+    ("encoder.layer_norm", "final_norm"),
+    ("encoder.layer.", "layers."),
+    ("attn_layer_norm", "attention_norm"),
+    ("final_layer_norm", "feed_forward_norm"),
+    ("attention.q_proj", "attention.query"),
+    ("attention.k_proj", "attention.key"),
+    ("attention.v_proj", "attention.value"),
+    ("attention.out_proj", "attention.output"),
+    ("intermediate.dense", "feed_forward.intermediate"),
+    (".output.dense", ".feed_forward.output"),
+    *ROBERTA_HEADS,
+)
+# What its models have and do not use, and a second name of the decoder's bias.
+JARGON_WITHOUT = ("compress", "LayerNorm", "sbo_head.", "pooler.", "lm_head.bias", "_ids", "embed_positions")
+
+
+@torch.no_grad()
+def from_jargon(model: str | Path, revision: str | None = None) -> modeling.LinformerPreTrainedModel:
+    """Load a French `jargon` encoder (Segonne et al., 2024), a Linformer whose code is on the hub, without that code.
+
+    The result computes what the original computes for a text without padding; the original lets padding reach the
+    projected keys.
+
+    Args:
+        model: a folder or hub name, such as `"PantagrueLLM/jargon-general-base"`.
+        revision: the branch, tag or commit of a hub name.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["config.json", "model.safetensors", "pytorch_model.bin"]
+        folder = Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+    theirs = read_json(folder / "config.json")
+    if theirs.get("model_type") != "jargon":
+        raise UserError(f"model={str(model)!r} is of type {theirs.get('model_type')!r}, expected 'jargon'")
+    for name, expected in {"encoder_normalize_before": True, "layer_norm_eps": 1e-5}.items():
+        if theirs.get(name, expected) != expected:
+            raise UserError(f"model={str(model)!r} has {name}={theirs[name]!r}, but only {expected} can be converted")
+    head = re.sub(r"^.*?(?=Model$|For[A-Z])", "", (theirs.get("architectures") or ["JargonModel"])[0])
+    if head not in CLASSES:
+        raise UserError(f"model={str(model)!r} has a head without a counterpart: {theirs['architectures'][0]}")
+    check_weights_open(folder)
+    path = folder / "model.safetensors"
+    state = load_file(path) if path.exists() else load_pickled(folder / "pytorch_model.bin")
+    encoder = {name.removeprefix("roberta."): value for name, value in state.items()}
+    for kind in ("word", "position", "token_type"):
+        if (name := f"embeddings.{kind}_embeddings.weight") not in encoder:
+            raise UserError(f"model={str(model)!r} is not a jargon encoder: it has no {name}")
+    if head == "ForMaskedLM":  # a file may have each tied weight once
+        encoder.setdefault("lm_head.decoder.weight", encoder["embeddings.word_embeddings.weight"])
+        encoder.setdefault("lm_head.decoder.bias", encoder.get("lm_head.bias"))
+    layers, first = theirs.get("num_layers", 12), theirs.get("pad_token_id", 1) + 1
+    shared = theirs.get("shared_layer_kv_compressed", 1) == 1
+    E, sharing = compressions(
+        {name.removeprefix("encoder."): value for name, value in encoder.items()}, layers, "layer.{}.attention", shared
+    )
+    positions, words = (encoder[f"embeddings.{name}_embeddings.weight"] for name in ("position", "word"))
+    n = min(E[0].shape[1], len(positions) - first)  # fewer tokens use the first rows of E
+    same = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id") if name in theirs]
+    config = LinformerConfig.paper(
+        n,
+        len(E[0]),
+        sharing,
+        vocab_size=len(words),
+        hidden_size=words.shape[1],
+        num_hidden_layers=layers,
+        num_attention_heads=theirs.get("encoder_attention_heads", 12),
+        intermediate_size=len(encoder["encoder.layer.0.intermediate.dense.weight"]),
+        hidden_act=theirs.get("hidden_act", "relu"),
+        type_vocab_size=len(encoder["embeddings.token_type_embeddings.weight"]),
+        tie_word_embeddings=theirs.get("tie_word_embeddings", True),
+        norm_first=True,
+        embedding_norm=False,
+        **{name: theirs[name] for name in same},
+    )
+    prefix = "" if head == "Model" else "linformer."
+    weights = {f"{prefix}projections.{i}.delta": matrix.T[:n] for i, matrix in enumerate(E)}
+    for name, value in encoder.items():
+        if not any(part in name for part in JARGON_WITHOUT):
+            value = value[first : n + first] if "position_embeddings" in name else value
+            own = own_name(name, JARGON)
+            is_head = own.startswith(("head.", "classifier."))
+            weights[own if is_head else prefix + own] = value
+    if head == "Model":
+        weights = {name: value for name, value in weights.items() if not name.startswith(("head.", "classifier."))}
+    return load(CLASSES[head](config), weights).eval()
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
