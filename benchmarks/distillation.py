@@ -119,7 +119,10 @@ def main(
                 raise typer.Exit(code)
             distill.clean(run)
         row: dict[str, Any] = {"recipe": recipes.get(name), "steps": steps if fields else 0}
-        row |= {"seconds": time.perf_counter() - began, **agreement(student)}
+        row |= {
+            "seconds": time.perf_counter() - began,
+            **agreement(copy.deepcopy(student)),
+        }  # the student itself may be compiled
         for branch in BRANCHES:
             row[f"without {branch}"] = agreement(without_branch(copy.deepcopy(student), branch))
         done[name] = row
