@@ -80,10 +80,11 @@ def adopt(
         command: for the card.
         **config: arguments of `convert.from_pretrained`.
     """
-    contrastive = out.with_name(f"{out.name}-contrastive")
-    runs = {name: out.with_name(f"{out.name}.{name}") for name in ("distillation", "contrast")}
+    contrastive, run, contrast_run = (
+        out.with_name(out.name + end) for end in ("-contrastive", ".distillation", ".contrast")
+    )
     # A kill between the two results leaves the second one and the runs, from which both are written again.
-    for folder in [out, *([contrastive] if contrast and not runs["contrast"].exists() else [])]:
+    for folder in [out, *([contrastive] if contrast and not contrast_run.exists() else [])]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"out={str(folder)!r} is not an empty folder: choose a new one")
     make_folder("out", out.parent)
@@ -93,68 +94,96 @@ def adopt(
         find_files(sources, name) if sources else []
         for name, sources in (("text", text), ("distill", distill), ("contrast", contrast))
     )
-    original = convert.load_original(model, revision)
-    if contrast and not type(original).__name__.endswith("Model"):
-        head = f"the model is a {type(original).__name__}: save its encoder with AutoModel and convert that"
+    work = Conversion(model, revision, config, files, console)
+    if contrast and not type(work.original).__name__.endswith("Model"):
+        head = f"the model is a {type(work.original).__name__}: save its encoder with AutoModel and convert that"
         raise UserError(f"contrast trains vectors of texts, but {head}")
-    converted = convert.from_pretrained(original, **config)
-    tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # what transformers makes of no file at all
-        raise UserError(f"model={model!r} has no tokenizer files")
-    limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
-    n = converted.config.max_position_embeddings
-    longest, tokenizer.model_max_length = min(limit, n), n
-    before, after = special_tokens(tokenizer)
-    passages = encode_passages(tokenizer, read(files), longest)
-    pooling = SentencePooling(source_folder(model, revision))
-    inputs = (tokenizer, passages, pooling.pool, console)
-    both = converted.config.projection == "linear" and all(converted.config.local_windows)
-    branches = BRANCHES if both else ()
-    recorded: dict[str, Any] = {"model": model, "revision": revision, "config": config}
     earlier = {}
     if texts:
-        earlier["before distillation"] = compare(original, converted, *inputs, branches=())["converted"]
-        rows = encode_documents(texts, tokenizer, n, before, after)
-        recorded |= {"rows": len(rows), "hash": rows_hash(rows)}
-        sizes: dict[str, Any] = {
-            "chunk": limit,
-            "special": (len(before), len(after)),
-            "first_token": pooling.first_token,
-        }
-        run, how = runs["distillation"], settings or Settings()
-        if code := run_distillation(converted, original, rows, run, how, recorded, console, **sizes):
+        earlier["before distillation"] = work.compare(branches=False)["converted"]
+        if code := work.distill(texts, run, settings or Settings()):
             return code
-    reports = {out: compare(original, converted, *inputs, branches=branches) | earlier}
-    weights = {out: {name: full_tensor(tensor) for name, tensor in converted.state_dict().items()}}
+    results = [(out, work.compare() | earlier, work.weights())]
     if titled:
-        earlier["before contrastive training"] = reports[out]["converted"]
-        prefixes = {kind: [*before, *pooling.prompt(kind, tokenizer)] for kind in ("document", "query")}
-        rows = encode_titled(titled, tokenizer, n, max(map(len, prefixes.values())) + len(after))
-        recorded = {"start": recorded, "rows": len(rows), "hash": rows_hash(rows)}
-        ends: dict[str, Any] = {"pool": pooling.pool, "prefixes": prefixes, "after": after}
-        run, contrast_settings = runs["contrast"], contrast_settings or Contrast()
-        if code := run_contrast(converted, rows, run, contrast_settings, recorded, console, **ends):
+        earlier["before contrastive training"] = results[0][1]["converted"]
+        if code := work.contrast(titled, contrast_run, contrast_settings or Contrast()):
             return code
-        reports = {contrastive: compare(original, converted, *inputs, branches=branches) | earlier, **reports}
-        weights[contrastive] = converted.state_dict()
-    speeds = {
-        f"original, {limit} tokens": round(speed(original, limit)),
-        f"converted, {n} tokens": round(speed(converted, n)),
-    }
-    for folder, report in reports.items():  # `out` is last: it marks the command as finished
-        report["tokens_per_second"] = speeds
-        show(report, console)
-        card = card_of(model, revision, converted, report, command)
-
-        def add_pooling(unfinished: Path, report: dict[str, Any] = report) -> None:
-            (unfinished / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
-            pooling.write(unfinished, n)
-
-        save_model(folder, converted, weights[folder], tokenizer, card, add_pooling)
-        console.print(f"model in {folder}", markup=False, highlight=False)
-    for run in runs.values():
-        clean(run)
+        results.insert(0, (contrastive, work.compare() | earlier, work.weights()))
+    speeds = work.speeds()
+    for folder, report, weights in results:  # `out` is last: it marks the command as finished
+        work.save(folder, {**report, "tokens_per_second": speeds}, weights, command)
+    for finished in ([run] if texts else []) + ([contrast_run] if titled else []):
+        clean(finished)
     return 0
+
+
+class Conversion:
+    """A model, what it was converted to, and how to compare, train and save that."""
+
+    def __init__(
+        self, model: str, revision: str | None, config: dict[str, Any], files: Sequence[Path], console: Console
+    ) -> None:
+        self.model, self.revision, self.console = model, revision, console
+        self.original = convert.load_original(model, revision)
+        self.converted = convert.from_pretrained(self.original, **config)
+        self.tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
+        # What transformers makes of no file at all:
+        if len(self.tokenizer.get_vocab()) <= len(self.tokenizer.all_special_tokens):
+            raise UserError(f"model={model!r} has no tokenizer files")
+        theirs = self.original.config
+        self.limit = theirs.max_position_embeddings - convert.unused_positions(theirs)
+        self.n = self.tokenizer.model_max_length = self.converted.config.max_position_embeddings
+        self.before, self.after = special_tokens(self.tokenizer)
+        self.passages = encode_passages(self.tokenizer, read(files), min(self.limit, self.n))
+        self.pooling = SentencePooling(source_folder(model, revision))
+        self.recorded: dict[str, Any] = {"model": model, "revision": revision, "config": config}
+
+    def compare(self, branches: bool = True) -> dict[str, Any]:
+        """How much it agrees with the original; if it has both `branches`, also without each of them."""
+        config = self.converted.config
+        both = branches and config.projection == "linear" and all(config.local_windows)
+        inputs = (self.tokenizer, self.passages, self.pooling.pool, self.console)
+        return compare(self.original, self.converted, *inputs, branches=BRANCHES if both else ())
+
+    def distill(self, files: Sequence[Path], run: Path, settings: Settings) -> int:
+        rows = encode_documents(files, self.tokenizer, self.n, self.before, self.after)
+        self.recorded |= {"rows": len(rows), "hash": rows_hash(rows)}
+        sizes: dict[str, Any] = {"chunk": self.limit, "special": (len(self.before), len(self.after))}
+        sizes["first_token"] = self.pooling.first_token
+        inputs = (rows, run, settings, self.recorded, self.console)
+        return run_distillation(self.converted, self.original, *inputs, **sizes)
+
+    def contrast(self, files: Sequence[Path], run: Path, settings: Contrast) -> int:
+        kinds = ("document", "query")
+        prefixes = {kind: [*self.before, *self.pooling.prompt(kind, self.tokenizer)] for kind in kinds}
+        special = max(map(len, prefixes.values())) + len(self.after)
+        rows = encode_titled(files, self.tokenizer, self.n, special)
+        recorded = {"start": self.recorded, "rows": len(rows), "hash": rows_hash(rows)}
+        ends: dict[str, Any] = {"pool": self.pooling.pool, "prefixes": prefixes, "after": self.after}
+        return run_contrast(self.converted, rows, run, settings, recorded, self.console, **ends)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of them, which later training does not change."""
+        return {name: full_tensor(tensor) for name, tensor in self.converted.state_dict().items()}
+
+    def speeds(self) -> dict[str, int]:
+        """Tokens a second of both models, each with inputs of its own length."""
+        return {
+            f"original, {self.limit} tokens": round(speed(self.original, self.limit)),
+            f"converted, {self.n} tokens": round(speed(self.converted, self.n)),
+        }
+
+    def save(self, folder: Path, report: dict[str, Any], weights: dict[str, Tensor], command: str) -> None:
+        """Print the report, and write the model, its tokenizer, pooling, report and card."""
+
+        def add_pooling(unfinished: Path) -> None:
+            (unfinished / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
+            self.pooling.write(unfinished, self.n)
+
+        show(report, self.console)
+        card = card_of(self.model, self.revision, self.converted, report, command)
+        save_model(folder, self.converted, weights, self.tokenizer, card, add_pooling)
+        self.console.print(f"model in {folder}", markup=False, highlight=False)
 
 
 def read(files: Sequence[Path]) -> Iterator[str]:

@@ -246,7 +246,9 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Itera
 
 
 def rows_hash(rows: Sequence[dict[str, Any]]) -> str:
-    return hashlib.sha256(b"".join(row["input_ids"].tobytes() for row in rows)).hexdigest()
+    """Identifies the tokens of the texts and of their titles, if they have any."""
+    parts = ((row["input_ids"], np.array(row.get("title") or [], dtype=np.int32)) for row in rows)
+    return hashlib.sha256(b"".join(text.tobytes() + b"/" + title.tobytes() for text, title in parts)).hexdigest()
 
 
 def distill(
