@@ -81,6 +81,7 @@ def classification(
     task: str,
     length: int,
     seeds: int,
+    rates: Sequence[float],
     small: bool,
     path: Path,
     record: dict[str, Any],
@@ -94,7 +95,7 @@ def classification(
     done = json.loads(path.read_text())["runs"] if path.exists() else {}
     epochs = 1 if small else EPOCHS[task]
     record = {**record, "task": task, "rows": dict(zip(SETS, map(len, ids), strict=True)), "note": loaded.note}
-    record |= {"reported_on": loaded.reported_on, "epochs": epochs, "batch_size": BATCH, "rates": RATES}
+    record |= {"reported_on": loaded.reported_on, "epochs": epochs, "batch_size": BATCH, "rates": list(rates)}
 
     def keep(name: str, run: dict[str, Any]) -> None:
         done[name] = run
@@ -111,7 +112,7 @@ def classification(
         if f"{name}, frozen" not in done:
             keep(f"{name}, frozen", regression([frozen_features(encoder, rows) for rows in sets], labels))
         tuned = {}
-        for rate in RATES[:1] if small else RATES:
+        for rate in rates:
             key = f"{name}, rate {rate:g}, seed 0"
             if key not in done:
                 keep(key, finetune(encoder, sets, len(loaded.label_names), rate, epochs, 0, key, console))

@@ -221,6 +221,10 @@ def main(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a document that are read, n.")] = 4096,
     task: Annotated[str, typer.Option(help="Of classification: papers or imdb.")] = "papers",
     seeds: Annotated[int, typer.Option(min=1, help="Of classification: number of seeds.")] = 3,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Of classification: learning rate to try.", show_default="3e-5, 1e-4, 3e-4"),
+    ] = None,
     small: Annotated[bool, typer.Option("--small", help="A rehearsal with few documents.")] = False,
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/documents"),
 ) -> None:
@@ -238,9 +242,10 @@ def main(
         found = retrieval(rows, data, length, console)
         (out / "retrieval.json").write_text(json.dumps({**record, **found}, indent=1) + "\n")
         return
-    from benchmarks.classification import classification
+    from benchmarks.classification import RATES, classification
 
-    classification(rows, data, task, length, seeds, small, out / f"{task}.json", record, console)
+    rates = rate or (RATES[:1] if small else RATES)
+    classification(rows, data, task, length, seeds, rates, small, out / f"{task}.json", record, console)
 
 
 if __name__ == "__main__":
