@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from benchmarks import vectors
 from benchmarks.bags_of_words import logistic_regression, tf_idf
 from benchmarks.vectors import device, embed
 from rich.console import Console
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 EPOCHS = {"papers": 4, "imdb": 2}
 RATES = (3e-5, 1e-4, 3e-4)  # peak learning rates; the best one on the validation set is used for all seeds
-BATCH, FEW = 16, 48  # documents per step, and of each set in a rehearsal
-TOKENS = 2**16  # in a batch of a validation or test set
+BATCH = 16  # documents per step
+FEW, FEW_PER_STEP = 24, 4  # of each set, and of each step, in a rehearsal
 SETS = ("train", "validation", "test")
 
 
@@ -53,8 +54,8 @@ class Classifier(nn.Module):
         owners = torch.arange(len(documents)).repeat_interleave(counts).to(device())
         mask = mask.to(device())
         states = self.encoder(ids.to(device()), mask.long()).last_hidden_state
-        vectors = self.pool(states.float(), mask)
-        means = vectors.new_zeros(len(documents), vectors.shape[1]).index_add(0, owners, vectors)
+        pooled = self.pool(states.float(), mask)
+        means = pooled.new_zeros(len(documents), pooled.shape[1]).index_add(0, owners, pooled)
         return self.output(means / counts.to(device())[:, None])
 
 
@@ -92,10 +93,11 @@ def classification(
     tokenizer = next(iter(encoders.values())).tokenizer
     labels = [torch.tensor([example.label for example in getattr(loaded, split)]) for split in SETS]
     ids = [[own[: length - 2] for own in token_ids(tokenizer, texts)] for texts in texts_of(loaded)]
+    classes = len(loaded.label_names)
     done = json.loads(path.read_text())["runs"] if path.exists() else {}
-    epochs = 1 if small else EPOCHS[task]
+    epochs, batch = (1, FEW_PER_STEP) if small else (EPOCHS[task], BATCH)
     record = {**record, "task": task, "rows": dict(zip(SETS, map(len, ids), strict=True)), "note": loaded.note}
-    record |= {"reported_on": loaded.reported_on, "epochs": epochs, "batch_size": BATCH, "rates": list(rates)}
+    record |= {"reported_on": loaded.reported_on, "epochs": epochs, "batch_size": batch, "rates": list(rates)}
 
     def keep(name: str, run: dict[str, Any]) -> None:
         done[name] = run
@@ -115,13 +117,13 @@ def classification(
         for rate in rates:
             key = f"{name}, rate {rate:g}, seed 0"
             if key not in done:
-                keep(key, finetune(encoder, sets, len(loaded.label_names), rate, epochs, 0, key, console))
+                keep(key, finetune(encoder, sets, classes, rate, epochs, batch, 0, key, console))
             tuned[rate] = done[key]["validation"]
         best = max(tuned, key=tuned.__getitem__)
         for seed in range(1, seeds):
             key = f"{name}, rate {best:g}, seed {seed}"
             if key not in done:
-                keep(key, finetune(encoder, sets, len(loaded.label_names), best, epochs, seed, key, console))
+                keep(key, finetune(encoder, sets, classes, best, epochs, batch, seed, key, console))
     console.print(table_of(summary(done), task))
 
 
@@ -137,9 +139,9 @@ def regression(features: Sequence[Tensor], labels: Sequence[Tensor]) -> dict[str
 
 def frozen_features(encoder: Encoder, rows: Sequence[dict[str, Any]]) -> Tensor:
     """The means of the vectors of chunks, scaled so that their entries are about 1."""
-    vectors = embed(encoder.load(), [chunk for row in rows for chunk in row["chunks"]], encoder.pooling.pool, bf16=True)
-    parts = vectors.split([len(row["chunks"]) for row in rows])
-    return torch.stack([part.mean(0) for part in parts]) * vectors.shape[1] ** 0.5
+    found = embed(encoder.load(), [chunk for row in rows for chunk in row["chunks"]], encoder.pooling.pool, bf16=True)
+    parts = found.split([len(row["chunks"]) for row in rows])
+    return torch.stack([part.mean(0) for part in parts]) * found.shape[1] ** 0.5
 
 
 def finetune(
@@ -148,6 +150,7 @@ def finetune(
     classes: int,
     rate: float,
     epochs: int,
+    batch_size: int,
     seed: int,
     title: str,
     console: Console,
@@ -155,15 +158,15 @@ def finetune(
     """Accuracies after fine-tuning, of the epoch that is best on the validation set, also without each branch."""
     set_seed(seed)
     classifier = Classifier(encoder.load(), encoder.pooling.pool, classes).to(device())
-    steps = epochs * max(1, len(sets[0]) // BATCH)
+    steps = epochs * max(1, len(sets[0]) // batch_size)
     optimizer = torch.optim.AdamW(classifier.parameters(), rate, weight_decay=0.01)
     schedule = get_linear_schedule_with_warmup(optimizer, int(0.06 * steps), steps)
-    order = EpochOrder(sets[0], seed, steps * BATCH, BATCH)
+    order = EpochOrder(sets[0], seed, steps * batch_size, batch_size)
     best, weights = -1.0, {}
     with progress(console) as bars:
         for step in bars.track(range(steps), description=title):
             classifier.train()
-            batch = [order[step * BATCH + i] for i in range(BATCH)]
+            batch = [order[step * batch_size + i] for i in range(batch_size)]
             goal = torch.tensor([row["label"] for row in batch], device=device())
             with torch.autocast(device(), torch.bfloat16, enabled=device() == "cuda"):
                 logits = classifier([row["chunks"] for row in batch])
@@ -193,7 +196,7 @@ def accuracy(classifier: Classifier, rows: Sequence[dict[str, Any]]) -> float:
     right = place = 0
     while place < len(ordered):
         longest = ordered[place]["chunks"]
-        batch = ordered[place : place + max(1, TOKENS // (len(longest) * max(map(len, longest))))]
+        batch = ordered[place : place + max(1, vectors.TOKENS // (len(longest) * max(map(len, longest))))]
         with torch.autocast(device(), torch.bfloat16, enabled=device() == "cuda"):
             logits = classifier([row["chunks"] for row in batch])
         goal = torch.tensor([row["label"] for row in batch])

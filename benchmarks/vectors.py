@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-TOKENS = 2**15  # in a batch, padding included
+TOKENS = 2**15 if torch.cuda.is_available() else 2**12  # in a batch, padding included
 
 
 def device() -> str:
