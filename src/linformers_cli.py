@@ -170,6 +170,13 @@ def convert(
         list[Path] | None,
         typer.Option(exists=True, help="Text to train on, so that the result agrees more; can be repeated."),
     ] = None,
+    contrast: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            help="Text to train vectors on, documents against their titles or spans; the result is in OUT-contrastive.",
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of --distill.", show_default="500")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Documents in a step of --distill.", show_default="8")
@@ -186,8 +193,9 @@ def convert(
     given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
     given = {name: value for name, value in given.items() if value is not None}
     settings = adopt.Settings(**given) if given else None
-    texts: dict[str, Any] = {"text": text or (), "distill": distill or (), "settings": settings, "revision": revision}
-    raise typer.Exit(adopt.adopt(model, out, **texts, **config, console=_console(), command=_command()))
+    texts: dict[str, Any] = {"text": text or (), "distill": distill or (), "contrast": contrast or ()}
+    options: dict[str, Any] = {"settings": settings, "revision": revision, "console": _console()}
+    raise typer.Exit(adopt.adopt(model, out, **texts, **options, **config, command=_command()))
 
 
 @app.command()

@@ -22,6 +22,7 @@ WRONG_VALUES = {
     ("layer_norm_eps", "initializer_range"): [-1e-5, None],
     ("projection_scale", "initial_self_score"): [0, -1],
     ("norm_first",): [None, "yes"],
+    ("embedding_norm",): [None, 1],
     ("shifted_windows",): ["yes"],
     ("chunk_size_feed_forward",): [-1],
     ("pad_token_id", "eos_token_id"): [31, -5, "<pad>"],

@@ -2,15 +2,17 @@
 
 import argparse
 import itertools
+import json
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 
 from linformers import LinformerForMaskedLM, LinformerModel
-from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_fairseq, from_pretrained
+from linformers.convert import ARCHITECTURES, SAME_FIELDS, from_fairseq, from_jargon, from_pretrained, load_original
 
 from . import modes
 from .modes import refused
@@ -303,7 +305,7 @@ def test_checkpoints_of_fairseq(sharing, tmp_path):
 def test_wrong_checkpoints_of_fairseq(tmp_path):
     state = fairseq_state("headwise")
     for part in ("compress_", "embed_positions", "lm_head.dense.weight"):
-        with refused("the checkpoint is not a Linformer of fairseq: it has no"):
+        with refused(f"it has no {'layers.0.self_attn.compress_k' if part == 'compress_' else part}"):
             from_fairseq({name: value for name, value in state.items() if part not in name}, 2)
     with refused("cannot be read: No such file"):
         from_fairseq(tmp_path / "none.pt", 2)
@@ -314,3 +316,187 @@ def test_wrong_checkpoints_of_fairseq(tmp_path):
         with refused(f"{name} is damaged, or holds more than weights"):
             from_fairseq(tmp_path / name, 2)
     assert not trace.exists()
+
+
+# jargon.
+
+
+def jargon(folder, sharing, head="ForMaskedLM", n=12, rows=14, k=4, d=8, layers=2, vocab=20, pickled=False, **fields):
+    """A folder in the layout of the French jargon encoders, and its state dict."""
+    shapes = {"embeddings.word_embeddings": (vocab, d), "embeddings.position_embeddings": (rows, d)}
+    shapes["embeddings.token_type_embeddings"] = (1, d)
+    linear, norms = {}, ["embeddings.LayerNorm", "encoder.layer_norm"]
+    for i in range(layers):
+        layer = f"encoder.layer.{i}"
+        linear |= {f"{layer}.attention.{name}_proj": (d, d) for name in ("q", "k", "v", "out")}
+        linear |= {f"{layer}.intermediate.dense": (12, d), f"{layer}.output.dense": (d, 12)}
+        norms += [f"{layer}.{name}" for name in ("attn_layer_norm", "final_layer_norm", "output.LayerNorm")]
+        for kind in {"headwise": "kv", "key-value": "k"}.get(sharing, ""):
+            shapes[f"{layer}.attention.compress_{kind}"] = (k, n)
+    if sharing == "layerwise":
+        linear["encoder.compress_layer"] = (k, n)
+    prefix = "" if head == "Model" else "roberta."
+    weights = {f"{name}.weight": shape for name, shape in (shapes | linear | dict.fromkeys(norms, (d,))).items()}
+    weights |= {f"{name}.bias": shape[:1] for name, shape in (linear | dict.fromkeys(norms, (d,))).items()}
+    state = {prefix + name: torch.randn(shape) * 0.3 for name, shape in weights.items()}
+    if sharing == "layerwise":  # every layer names the shared one again
+        for i, (kind, part) in itertools.product(range(layers), itertools.product("kv", ("weight", "bias"))):
+            own = state[f"{prefix}encoder.compress_layer.{part}"]
+            state[f"{prefix}encoder.layer.{i}.attention.compress_{kind}.{part}"] = own
+    if head == "ForMaskedLM":
+        sizes = {"dense.weight": (d, d), "dense.bias": (d,), "layer_norm.weight": (d,), "layer_norm.bias": (d,)}
+        state |= {f"lm_head.{name}": torch.randn(size) for name, size in ({**sizes, "bias": (vocab,)}).items()}
+        state["lm_head.decoder.weight"] = state["roberta.embeddings.word_embeddings.weight"]
+        state["lm_head.decoder.bias"] = state["lm_head.bias"]
+        state |= {"sbo_head.bias": torch.randn(vocab), "sbo_head.position_embeddings.weight": torch.randn(10, 6)}
+    config = {"model_type": "jargon", "architectures": [f"Jargon{head}"], "encoder_normalize_before": True}
+    config |= {"num_layers": layers, "encoder_attention_heads": 2, "hidden_act": "relu", "max_positions": n}
+    config |= {"shared_layer_kv_compressed": int(sharing == "layerwise"), "pad_token_id": 1, **fields}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(state, folder / "pytorch_model.bin")
+    else:  # which has each tensor once
+        unique = {id(value): (name, value) for name, value in reversed(state.items())}
+        save_file(dict(unique.values()), folder / "model.safetensors")
+    return state
+
+
+def by_jargon(state, ids, heads=2):
+    """The hidden states, as the code of jargon computes them: normalized before each block, but not at first."""
+    own = {name.removeprefix("roberta."): value for name, value in state.items()}
+
+    def linear(x, name):
+        return functional.linear(x, own[f"{name}.weight"], own[f"{name}.bias"])
+
+    def norm(x, name):
+        return functional.layer_norm(x, x.shape[-1:], own[f"{name}.weight"], own[f"{name}.bias"])
+
+    words, positions, types = (
+        own[f"embeddings.{kind}_embeddings.weight"] for kind in ("word", "position", "token_type")
+    )
+    x = words[ids] + types[0] + positions[2 : 2 + ids.shape[1]]
+    for i in range(2):
+        layer = f"encoder.layer.{i}"
+        E, F = (own.get(f"{layer}.attention.compress_{kind}.weight") for kind in "kv")
+        source = norm(x, f"{layer}.attn_layer_norm")
+        inputs = (source, *(matrix[:, : x.shape[1]] @ source for matrix in (E, E if F is None else F)))
+        query, key, value = (
+            linear(part, f"{layer}.attention.{name}_proj").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part, name in zip(inputs, "qkv", strict=True)
+        )
+        probs = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+        x = x + linear((probs @ value).transpose(1, 2).flatten(2), f"{layer}.attention.out_proj")
+        hidden = functional.relu(linear(norm(x, f"{layer}.final_layer_norm"), f"{layer}.intermediate.dense"))
+        x = x + linear(hidden, f"{layer}.output.dense")
+    return norm(x, "encoder.layer_norm")
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("sharing", ["headwise", "key-value", "layerwise"])
+def test_jargon(sharing, pickled, tmp_path):
+    state = jargon(tmp_path, sharing, pickled=pickled)
+    model = from_jargon(tmp_path)
+    assert (model.config.sharing, model.config.projected_length, model.config.pad_token_id) == (sharing, 4, 1)
+    for length in (12, 7):
+        ids = torch.randint(3, 20, (2, length))
+        expected = by_jargon(state, ids)
+        assert_near(model.base_model(ids).last_hidden_state, expected)
+        x = functional.gelu(functional.linear(expected, state["lm_head.dense.weight"], state["lm_head.dense.bias"]))
+        x = functional.layer_norm(x, x.shape[-1:], state["lm_head.layer_norm.weight"], state["lm_head.layer_norm.bias"])
+        torch.testing.assert_close(
+            model(ids).logits, functional.linear(x, state["lm_head.decoder.weight"], state["lm_head.bias"])
+        )
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(LinformerForMaskedLM.from_pretrained(tmp_path / "saved")(ids).logits, model(ids).logits)
+    padded = functional.pad(ids, (0, 3), value=1)
+    assert_near(model(padded, padded != 1).logits[:, :7], model(ids).logits)  # unlike the original
+
+
+def test_jargon_with_few_positions_or_without_a_head(tmp_path):
+    state = jargon(tmp_path, "layerwise", "Model", rows=11)
+    model = from_jargon(tmp_path)
+    assert type(model) is LinformerModel
+    assert model.config.max_position_embeddings == 9
+    ids = torch.randint(3, 20, (2, 9))
+    assert_near(model(ids).last_hidden_state, by_jargon(state, ids))
+
+
+def test_wrong_folders_of_jargon(tmp_path):
+    for number, (fields, message) in enumerate(
+        [
+            ({"model_type": "roberta"}, "is of type 'roberta', expected 'jargon'"),
+            ({"encoder_normalize_before": False}, "has encoder_normalize_before=False, but only True"),
+            ({"layer_norm_eps": 1e-12}, "has layer_norm_eps=1e-12, but only 1e-05"),
+            ({"architectures": ["JargonForCausalLM"]}, "has a head without a counterpart: JargonForCausalLM"),
+        ]
+    ):
+        jargon(tmp_path / str(number), "layerwise", **fields)
+        with refused(message):
+            from_jargon(tmp_path / str(number))
+    folder = tmp_path / "spoiled"
+    state = jargon(folder, "layerwise")
+    for part, message in (
+        ("compress", "it has no compress_layer.weight"),
+        ("position", "it has no embeddings.position"),
+    ):
+        save_file({k: v.clone() for k, v in state.items() if part not in k}, folder / "model.safetensors")
+        with refused(message):
+            from_jargon(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    with refused("model.safetensors is damaged"):
+        from_jargon(folder)
+
+
+# Damaged originals.
+
+
+def save_pickled(model, folder):
+    """As transformers saved models before safetensors."""
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("save", [lambda model, folder: model.save_pretrained(folder), save_pickled])
+@pytest.mark.parametrize("keep", [0, 50, -100])
+def test_a_truncated_file_of_weights_is_named(save, keep, tmp_path):
+    save(original("bert"), tmp_path)
+    assert isinstance(load_original(str(tmp_path)), transformers.BertModel)
+    (path,) = [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.bin")]
+    path.write_bytes(path.read_bytes()[:keep])
+    with refused(f"{path} is damaged"):
+        load_original(str(tmp_path))
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    original("bert").save_pretrained(tmp_path, max_shard_size="4KB")
+    path = sorted(tmp_path.glob("*.safetensors"))[2]
+    path.write_bytes(path.read_bytes()[:-7])
+    with refused(f"{path} is damaged or truncated"):
+        load_original(str(tmp_path))
+    path.unlink()
+    with refused(path.name):
+        load_original(str(tmp_path))
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path):
+    original("bert").save_pretrained(tmp_path)
+    path, name = tmp_path / "model.safetensors", "encoder.layer.1.output.dense.weight"
+    state = load_file(path)
+    save_file({**state, name: torch.zeros(2, 3)}, path, {"format": "pt"})
+    with refused(f"has the weight {name} of shape (2, 3), expected (16, 24) as in config.json"):
+        load_original(str(tmp_path))
+    save_file({key: weight for key, weight in state.items() if key != name}, path, {"format": "pt"})
+    with refused(f"is incomplete: it has no weight {name}"):
+        load_original(str(tmp_path))
+    save_file({key: weight for key, weight in state.items() if "pooler" not in key}, path, {"format": "pt"})
+    load_original(str(tmp_path))  # a Linformer has no pooler
+
+
+def test_pickled_code_is_not_executed(tmp_path):
+    save_pickled(original("bert"), tmp_path)
+    torch.save({"evil": Payload(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
+    with refused("pytorch_model.bin is damaged, or holds more than weights"):
+        load_original(str(tmp_path))
+    assert not (tmp_path / "trace").exists()

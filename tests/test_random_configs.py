@@ -68,6 +68,7 @@ def random_fields(random):
         "embedding_size": (None, 3, 8),
         "shifted_windows": (False, True),
         "norm_first": (False, True),
+        "embedding_norm": (False, True),
         "tie_word_embeddings": (False, True),
         "sparse_prediction": (False, True),
         "projection_scale": (None, 0.12, 1.0, n / 2, *config.RANGES["projection_scale"]),

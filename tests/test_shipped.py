@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import linformers
 from linformers import demo
-from linformers.training.finetune import load_model
+from linformers.training.finetune import load_encoder, new_classifier
 from linformers_cli import app
 
 # The word in braces is masked, and follows from its context: grammar, idiom, topic.
@@ -107,5 +107,5 @@ def test_predict_needs_no_model(tmp_path, model, tokenizer):
 
 
 def test_fine_tuning_starts_in_32_bits():
-    classifier = load_model(Path(linformers.pretrained()), ["no", "yes"], 128)
+    classifier = new_classifier(load_encoder(Path(linformers.pretrained()), 128), ["no", "yes"])
     assert {parameter.dtype for parameter in classifier.parameters()} == {torch.float32}

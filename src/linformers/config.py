@@ -48,7 +48,7 @@ SIZES = (
     "max_position_embeddings",
     "type_vocab_size",
 )
-FLAGS = ("norm_first", "sparse_prediction", "tie_word_embeddings")
+FLAGS = ("norm_first", "embedding_norm", "sparse_prediction", "tie_word_embeddings")
 OPTIONAL_FLAGS = ("shifted_windows", "return_dict", "output_hidden_states")
 # Beyond these, numbers overflow or vanish in float32.
 RANGES = {
@@ -110,6 +110,7 @@ class LinformerConfig(PreTrainedConfig):
             attention score with itself is about this value (without a local window, $\sqrt{n/k}$ times this value).
             `None`: they start independently, as in RoBERTa.
         norm_first: LayerNorm before each block and after the last one (pre-norm) instead of RoBERTa's post-norm.
+        embedding_norm: whether embeddings pass a LayerNorm, as in RoBERTa.
         embedding_size: the channels of the embeddings, which a linear layer maps to `hidden_size` as in ELECTRA; `None`
             means `hidden_size`.
         classifier_activation: of sequence classification, between its two linear layers.
@@ -135,6 +136,7 @@ class LinformerConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-5
     norm_first: bool = True
+    embedding_norm: bool = True
     pad_token_id: int | None = 1
     bos_token_id: int | None = 0
     eos_token_id: int | None = 2

@@ -11,17 +11,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from . import modeling
-from .checks import did_you_mean, nearest_name
+from .checks import check_weights_open, did_you_mean, nearest_name
 from .config import ALIASES, NO_CAUSAL, LinformerConfig
 from .errors import UserError
+from .files import read_json
 
 # Our classes by what follows the name of the architecture in transformers' classes.
 CLASSES: dict[str, type[modeling.LinformerPreTrainedModel]] = {
@@ -92,14 +96,14 @@ class Architecture:
     heads: Mapping[str, str] = field(default_factory=dict)
 
 
+ROBERTA_HEADS: Names = (
+    ("lm_head.layer_norm", "head.norm"),
+    ("lm_head.", "head."),
+    ("classifier.out_proj", "classifier.output"),
+)
 ROBERTA = Architecture(
     prefix="roberta",
-    names=(
-        *ENCODER,
-        ("lm_head.layer_norm", "head.norm"),
-        ("lm_head.", "head."),
-        ("classifier.out_proj", "classifier.output"),
-    ),
+    names=(*ENCODER, *ROBERTA_HEADS),
     without=("pooler.", "lm_head.bias"),  # a second name of the decoder's bias
 )
 ARCHITECTURES = {
@@ -259,13 +263,24 @@ def load_original(name: str, revision: str | None = None) -> PreTrainedModel:
         model_class = getattr(transformers, classes[0], None)
         if model_class is None:
             raise UserError(f"model={name!r} is a {classes[0]}, which transformers does not have")
-        return model_class.from_pretrained(name, **options).eval()
+        check_weights_open(Path(name))
+        loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = model_class.from_pretrained(name, **options, **loading)
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+        for path in sorted(Path(name).glob("pytorch_model*.bin")):
+            load_pickled(path)
         if isinstance(error, OSError) and not Path(name).exists():
             raise UserError(f"model={name!r} is neither a folder nor a name on the hub that can be reached") from None
-        raise UserError(f"model={name!r} does not load: {str(error).splitlines()[0]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"model={name!r} does not load: {reason}") from None
+    for key, theirs, expected in sorted(found["mismatched_keys"]):
+        shapes = f"{tuple(theirs)}, expected {tuple(expected)} as in config.json"
+        raise UserError(f"model={name!r} has the weight {key} of shape {shapes}")
+    if missing := sorted(key for key in found["missing_keys"] if "pooler." not in key):
+        raise UserError(f"model={name!r} is incomplete: it has no weight {missing[0]}")
+    return model.eval()
 
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
@@ -328,7 +343,7 @@ def unused_positions(config: PreTrainedConfig) -> int:
 
 def weights_of(model: PreTrainedModel, architecture: Architecture, head: str) -> dict[str, Tensor]:
     """The weights of a model under our names."""
-    names, without = [(f"{architecture.prefix}.", "linformer."), *architecture.names], architecture.without
+    names, without = ((f"{architecture.prefix}.", "linformer."), *architecture.names), architecture.without
     if head == "ForSequenceClassification":
         names += architecture.classifier
         without = without if architecture.classifier is not POOLED else without[1:]
@@ -338,15 +353,26 @@ def weights_of(model: PreTrainedModel, architecture: Architecture, head: str) ->
             continue
         if "position_embeddings" in key:
             weight = weight[unused_positions(model.config) :]
-        for theirs, own in names:
-            key = key.replace(theirs, own)
-        weights[key] = weight
+        weights[own_name(key, names)] = weight
     if head == "Model":  # also from a model with a head that is left out
         weights = {key.removeprefix("linformer."): weight for key, weight in weights.items()}
     types = f"{'' if head == 'Model' else 'linformer.'}embeddings.token_type_embeddings.weight"
     if types not in weights:  # as in DistilBERT
         weights[types] = torch.zeros(1, weights[types.replace("token_type", "word")].shape[1], dtype=model.dtype)
     return weights
+
+
+def attention_outputs(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of an original whose outputs are those of its attentions, before the residual, in order."""
+    names = ARCHITECTURES[model.config.model_type].names
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [module for name, module in linear if own_name(name, names).endswith(".attention.output")]
+
+
+def own_name(name: str, names: Names) -> str:
+    for theirs, own in names:
+        name = name.replace(theirs, own)
+    return name
 
 
 def load(model: modeling.LinformerPreTrainedModel, weights: dict[str, Tensor]) -> modeling.LinformerPreTrainedModel:
@@ -396,7 +422,7 @@ def from_fairseq(
         num_attention_heads: h, which the weights do not tell.
         hidden_act: the activation of the feed-forward networks.
     """
-    state = checkpoint if isinstance(checkpoint, Mapping) else load_fairseq(Path(checkpoint))
+    state = checkpoint if isinstance(checkpoint, Mapping) else load_pickled(Path(checkpoint))
     state = state.get("model", state)
     encoder, head = (
         {name.partition(part)[2]: value for name, value in state.items() if part in name}
@@ -406,13 +432,9 @@ def from_fairseq(
         if name not in encoder:
             raise UserError(f"the checkpoint is not a Linformer of fairseq: it has no {name}")
     layers = 1 + max(int(name.split(".")[1]) for name in encoder if name.startswith("layers."))
-    names = [f"layers.{i}.self_attn.compress_{kind}.weight" for i in range(layers) for kind in "kv"]
-    shared = "compress_layer.weight"
-    E = [encoder[shared]] if shared in encoder else [encoder[name] for name in names if name in encoder]
-    if not E or "dense.weight" not in head:
-        lost = "lm_head.dense.weight" if E else names[0]
-        raise UserError(f"the checkpoint is not a Linformer of fairseq: it has no {lost}")
-    sharing = "layerwise" if shared in encoder else "key-value" if len(E) == layers else "headwise"
+    E, sharing = compressions(encoder, layers, "layers.{}.self_attn", "compress_layer.weight" in encoder)
+    if "dense.weight" not in head:
+        raise UserError("the checkpoint is not a Linformer of fairseq: it has no lm_head.dense.weight")
     (k, n), (vocab_size, hidden_size) = E[0].shape, encoder["embed_tokens.weight"].shape
     config = LinformerConfig.paper(
         n,
@@ -430,8 +452,7 @@ def from_fairseq(
     for name, value in encoder.items():
         if "compress" in name or name == "version":
             continue
-        for theirs, ours in FAIRSEQ:
-            name = name.replace(theirs, ours)
+        name = own_name(name, FAIRSEQ)
         if "position_embeddings" in name:
             value = value[FAIRSEQ_PADS : n + FAIRSEQ_PADS]
         weights[f"linformer.{name}"] = value
@@ -440,12 +461,123 @@ def from_fairseq(
     return load(modeling.LinformerForMaskedLM(config), weights).eval()
 
 
-def load_fairseq(path: Path) -> dict[str, Any]:
+def compressions(weights: Mapping[str, Tensor], layers: int, place: str, shared: bool) -> tuple[list[Tensor], str]:
+    """The different E and F (k, n) of all layers, in order, and what kind of sharing they have.
+
+    Args:
+        weights: of the encoder.
+        layers: their number.
+        place: of the attention of a layer, whose number is `{}`.
+        shared: whether all layers have the same E, under one of its names.
+    """
+    names = [f"{place.format(i)}.compress_{kind}.weight" for i in range(layers) for kind in "kv"]
+    if shared:
+        names = ["compress_layer.weight", *names]
+    found = [weights[name] for name in names if name in weights]
+    if not found:
+        raise UserError(f"the checkpoint is not a Linformer: it has no {names[0]}")
+    if shared:
+        return found[:1], "layerwise"
+    return found, "key-value" if len(found) == layers else "headwise"
+
+
+# The layers of jargon are those of fairseq, normalized first, in a RoBERTa of transformers.
+JARGON: Names = (
+    ("encoder.layer_norm", "final_norm"),
+    ("encoder.layer.", "layers."),
+    ("attn_layer_norm", "attention_norm"),
+    ("final_layer_norm", "feed_forward_norm"),
+    ("attention.q_proj", "attention.query"),
+    ("attention.k_proj", "attention.key"),
+    ("attention.v_proj", "attention.value"),
+    ("attention.out_proj", "attention.output"),
+    ("intermediate.dense", "feed_forward.intermediate"),
+    (".output.dense", ".feed_forward.output"),
+    *ROBERTA_HEADS,
+)
+# What its models have and do not use, and a second name of the decoder's bias.
+JARGON_WITHOUT = ("compress", "LayerNorm", "sbo_head.", "pooler.", "lm_head.bias", "_ids", "embed_positions")
+
+
+@torch.no_grad()
+def from_jargon(model: str | Path, revision: str | None = None) -> modeling.LinformerPreTrainedModel:
+    """Load a French `jargon` encoder (Segonne et al., 2024), a Linformer whose code is on the hub, without that code.
+
+    The result computes what the original computes for a text without padding; the original lets padding reach the
+    projected keys.
+
+    Args:
+        model: a folder or hub name, such as `"PantagrueLLM/jargon-general-base"`.
+        revision: the branch, tag or commit of a hub name.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["config.json", "model.safetensors", "pytorch_model.bin"]
+        folder = Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+    theirs = read_json(folder / "config.json")
+    if theirs.get("model_type") != "jargon":
+        raise UserError(f"model={str(model)!r} is of type {theirs.get('model_type')!r}, expected 'jargon'")
+    for name, expected in {"encoder_normalize_before": True, "layer_norm_eps": 1e-5}.items():
+        if theirs.get(name, expected) != expected:
+            raise UserError(f"model={str(model)!r} has {name}={theirs[name]!r}, but only {expected} can be converted")
+    head = re.sub(r"^.*?(?=Model$|For[A-Z])", "", (theirs.get("architectures") or ["JargonModel"])[0])
+    if head not in CLASSES:
+        raise UserError(f"model={str(model)!r} has a head without a counterpart: {theirs['architectures'][0]}")
+    check_weights_open(folder)
+    path = folder / "model.safetensors"
+    state = load_file(path) if path.exists() else load_pickled(folder / "pytorch_model.bin")
+    encoder = {name.removeprefix("roberta."): value for name, value in state.items()}
+    for kind in ("word", "position", "token_type"):
+        if (name := f"embeddings.{kind}_embeddings.weight") not in encoder:
+            raise UserError(f"model={str(model)!r} is not a jargon encoder: it has no {name}")
+    if head == "ForMaskedLM":  # a file may have each tied weight once
+        encoder.setdefault("lm_head.decoder.weight", encoder["embeddings.word_embeddings.weight"])
+        encoder.setdefault("lm_head.decoder.bias", encoder.get("lm_head.bias"))
+    layers, first = theirs.get("num_layers", 12), theirs.get("pad_token_id", 1) + 1
+    shared = theirs.get("shared_layer_kv_compressed", 1) == 1
+    E, sharing = compressions(
+        {name.removeprefix("encoder."): value for name, value in encoder.items()}, layers, "layer.{}.attention", shared
+    )
+    positions, words = (encoder[f"embeddings.{name}_embeddings.weight"] for name in ("position", "word"))
+    n = min(E[0].shape[1], len(positions) - first)  # fewer tokens use the first rows of E
+    same = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id") if name in theirs]
+    config = LinformerConfig.paper(
+        n,
+        len(E[0]),
+        sharing,
+        vocab_size=len(words),
+        hidden_size=words.shape[1],
+        num_hidden_layers=layers,
+        num_attention_heads=theirs.get("encoder_attention_heads", 12),
+        intermediate_size=len(encoder["encoder.layer.0.intermediate.dense.weight"]),
+        hidden_act=theirs.get("hidden_act", "relu"),
+        type_vocab_size=len(encoder["embeddings.token_type_embeddings.weight"]),
+        tie_word_embeddings=theirs.get("tie_word_embeddings", True),
+        norm_first=True,
+        embedding_norm=False,
+        **{name: theirs[name] for name in same},
+    )
+    prefix = "" if head == "Model" else "linformer."
+    weights = {f"{prefix}projections.{i}.delta": matrix.T[:n] for i, matrix in enumerate(E)}
+    for name, value in encoder.items():
+        if not any(part in name for part in JARGON_WITHOUT):
+            value = value[first : n + first] if "position_embeddings" in name else value
+            own = own_name(name, JARGON)
+            is_head = own.startswith(("head.", "classifier."))
+            weights[own if is_head else prefix + own] = value
+    if head == "Model":
+        weights = {name: value for name, value in weights.items() if not name.startswith(("head.", "classifier."))}
+    return load(CLASSES[head](config), weights).eval()
+
+
+def load_pickled(path: Path) -> dict[str, Any]:
     """Unpickle tensors, containers and the namespace of arguments that fairseq saves, and nothing else."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # of pickle, zip files and torch
-        raise UserError(f"{path} is damaged, or holds more than weights: {str(error).splitlines()[0]}") from None
+    except Exception:  # of pickle, zip files and torch, whose advice is to execute the file
+        raise UserError(f"{path} is damaged, or holds more than weights") from None

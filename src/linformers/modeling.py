@@ -79,7 +79,7 @@ class LinformerEmbeddings(nn.Module):
         self.word_embeddings = nn.Embedding(config.vocab_size, d, padding_idx=config.pad_token_id)
         self.position_embeddings = None if config.is_rotary else PositionEmbeddings(config.max_position_embeddings, d)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
-        self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.norm = nn.LayerNorm(d, eps=config.layer_norm_eps) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.project = nn.Linear(d, config.hidden_size) if d != config.hidden_size else None
 

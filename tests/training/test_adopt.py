@@ -1,6 +1,7 @@
 """`linformers convert`: the folder that it writes, and its report."""
 
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -11,11 +12,22 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
-from linformers import LinformerConfig, files
+from linformers import LinformerConfig, files, pooling
+from linformers.convert import from_pretrained
 from linformers.training import adopt, predict, rows
-from linformers.training.distill import DistillationTrainer
+from linformers.training.contrast import Contrast, ContrastiveTrainer, Pairs, encode_titled
+from linformers.training.distill import Batch, DistillationTrainer
 from linformers.training.trainer import read_metrics
 
 from ..modes import refused
@@ -108,6 +120,97 @@ def test_it_loads_in_a_fresh_process_and_in_our_commands(text, tmp_path, monkeyp
     assert json.loads((tmp_path / "answers.jsonl").read_text())["label"] in ("LABEL_0", "LABEL_1")
 
 
+def test_a_fresh_process_computes_the_same(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in"), out, text)
+    ids = torch.randint(5, 31, (2, 60))
+    torch.save(ids, tmp_path / "ids.pt")
+    program = "import sys, torch, linformers; from transformers import AutoModel;"
+    program += "states = AutoModel.from_pretrained(sys.argv[1])(torch.load(sys.argv[2])).last_hidden_state;"
+    program += "torch.save(states.detach(), sys.argv[2])"
+    subprocess.run([sys.executable, "-c", program, str(out), str(tmp_path / "ids.pt")], check=True)
+    expected = from_pretrained(tmp_path / "in", **CONFIG)(ids).last_hidden_state
+    torch.testing.assert_close(torch.load(tmp_path / "ids.pt"), expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_trainer(text, tmp_path, monkeypatch):
+    """Transformers' own Trainer teaches a converted classifier to tell two letters apart."""
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in", "bert", "ForSequenceClassification"), out, text)
+    model, loaded = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    examples = [{**loaded("ab"[label] * (30 + i)), "label": label} for i in range(16) for label in (0, 1)]
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=15, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    options = {"train_dataset": examples, "eval_dataset": examples, "processing_class": loaded}
+    trainer = Trainer(model, arguments, **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    trainer.save_model(tmp_path / "trained")
+    assert len(pipeline("text-classification", model=str(tmp_path / "trained"))("aaaa")) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_onnx(text, tmp_path, monkeypatch):
+    """The exported model computes the same for batches and lengths that it was not exported with."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in"), out, text)
+    model = AutoModel.from_pretrained(out).eval()
+    ids = torch.randint(5, 31, (3, 20))
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=64)}
+    names = ["input_ids", "attention_mask"]
+    inputs = dict(zip(names, (ids, torch.ones_like(ids)), strict=True))
+    torch.onnx.export(
+        model, (), tmp_path / "model.onnx", kwargs=inputs, dynamo=True, dynamic_shapes=dict.fromkeys(names, sizes),
+        input_names=names, output_names=["last_hidden_state"], verbose=False,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch, length in ((1, 64), (4, 33)):
+        ids = torch.randint(5, 31, (batch, length))
+        mask = (torch.arange(length) < length - torch.arange(batch)[:, None]).long()
+        (found,) = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        expected = model(ids, mask).last_hidden_state.detach()
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-4)
+
+
+def sentence_folder(folder):
+    """The folder of a small model of sentence-transformers."""
+    source(folder)
+    types = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(types.items())
+    ]
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling").mkdir()
+    contents = {"modules.json": modules, "1_Pooling/config.json": pooling}
+    contents["sentence_bert_config.json"] = {"max_seq_length": 25, "do_lower_case": False}
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_sentence_transformers(text, tmp_path, monkeypatch):
+    """Its vectors of a long text are the normalized means of our hidden states."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(sentence_folder(tmp_path / "in"), out, text)
+    model = sentence_transformers.SentenceTransformer(str(out), device="cpu")
+    texts = ["abc" * 19, "quick fox"]
+    ids = AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="pt")
+    states = AutoModel.from_pretrained(out).eval()(**ids).last_hidden_state
+    vectors = torch.nn.functional.normalize(pooling.mean_of_real_tokens(states, ids["attention_mask"]), dim=-1)
+    torch.testing.assert_close(torch.tensor(model.encode(texts)), vectors.detach(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 @pytest.mark.parametrize("layout", ["flags", "name"])
 def test_pooling_of_sentence_transformers_comes_along(mode, layout, text, tmp_path, monkeypatch):
@@ -175,34 +278,193 @@ def test_distillation_lowers_the_error(text, corpus, tmp_path, monkeypatch):
 def test_an_interrupted_distillation_resumes(text, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     folder, out = source(tmp_path / "in", "electra", "ForSequenceClassification"), tmp_path / "out"
-    distilled(folder, tmp_path / "straight", text, corpus)
+    options = {"mixer_steps": 12, "without_window": 0.3, "short": 0.5, "cosine": 1.0}
+    distilled(folder, tmp_path / "straight", text, corpus, **options)
     with interrupted(9):
-        assert distilled(folder, out, text, corpus) == 128 + signal.SIGTERM
+        assert distilled(folder, out, text, corpus, **options) == 128 + signal.SIGTERM
     assert not (out / "config.json").exists()
     with refused("learning_rate was 0.003 and is now 0.1"):
-        distilled(folder, out, text, corpus, learning_rate=0.1)
-    distilled(folder, out, text, corpus)
+        distilled(folder, out, text, corpus, **options, learning_rate=0.1)
+    distilled(folder, out, text, corpus, **options)
     weights = [(own / "model.safetensors").read_bytes() for own in (out, tmp_path / "straight")]
     assert weights[0] == weights[1]
     assert not (tmp_path / "out.distillation").exists()
 
 
-def test_hidden_states_of_chunks():
-    """Of a teacher that maps each token to itself and its place in its chunk."""
+def contrasted(folder, out, text, corpus, **options):
+    settings = Contrast(steps=20, batch_size=4, learning_rate=3e-3)
+    return convert(folder, out, text, contrast=[corpus], contrast_settings=settings, **options)
 
-    class Teacher(torch.nn.Module):
-        config = LinformerConfig(pad_token_id=0)
 
-        def forward(self, ids, attention_mask, output_hidden_states):
-            places = torch.arange(ids.shape[1]).expand_as(ids)
-            return SimpleNamespace(hidden_states=[torch.stack([ids, places, attention_mask], -1)])
+def test_contrastive_training(text, tmp_path, monkeypatch):
+    """It lowers the loss on held-out pairs, and its result is a model of its own."""
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    random, letters = np.random.default_rng(0), list("abcdefghijklmnopqrstuvwxyz")
+    texts = ["".join(random.choice(random.choice(letters, 5), size=60)) for _ in range(200)]
+    corpus = small.write_table(tmp_path / "topics.jsonl", [{"text": own} for own in texts])
+    metrics, out = [], tmp_path / "out"
+    monkeypatch.setattr(adopt, "clean", lambda run: metrics.extend(read_metrics(run)))
+    contrasted(source(tmp_path / "in"), out, text, corpus)
+    contrastive = tmp_path / "out-contrastive"
+    errors = [entry["error"] for entry in metrics if "error" in entry]
+    assert len(errors) == 5
+    assert errors[-1] < 0.8 * errors[0]
+    reports = [json.loads((folder / "conversion.json").read_text()) for folder in (out, contrastive)]
+    assert reports[1]["before contrastive training"] == reports[0]["converted"] != reports[1]["converted"]
+    cards = [(folder / "README.md").read_text() for folder in (out, contrastive)]
+    assert ["by its title or 40 tokens" in card for card in cards] == [False, True]
+    plain = tmp_path / "plain"
+    convert(tmp_path / "in", plain, text)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, contrastive, plain)]
+    assert weights[0] == weights[2] != weights[1]
 
+
+def test_interrupted_contrastive_training_resumes_after_distillation(text, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    folder, out = source(tmp_path / "in"), tmp_path / "out"
+    options = {"distill": [corpus], "settings": adopt.Settings(steps=3, batch_size=4)}
+    contrasted(folder, tmp_path / "straight", text, corpus, **options)
+    with interrupted(9 + 3):
+        assert contrasted(folder, out, text, corpus, **options) == 128 + signal.SIGTERM
+    assert not out.exists()
+    with refused("start.hash was"):  # the same without distillation is another run
+        contrasted(folder, out, text, corpus)
+    contrasted(folder, out, text, corpus, **options)
+    for end in ("", "-contrastive"):
+        weights = [(tmp_path / f"{own}{end}" / "model.safetensors").read_bytes() for own in ("out", "straight")]
+        assert weights[0] == weights[1]
+    assert not list(tmp_path.glob("*.contrast")) + list(tmp_path.glob("*.distillation"))
+
+
+def test_pairs_depend_on_seed_and_number_alone():
+    rows = [{"input_ids": np.arange(100, 200), "title": [7, 8]}, {"input_ids": np.arange(50), "title": None}]
+    prefixes = {"document": [2, 4], "query": [2, 5]}
+    first, second = (Pairs(rows * 40, 0, prefixes, [3]) for _ in range(2))
+    titles = 0
+    for index in range(80):
+        pair = first[index]
+        assert all((pair[name] == second[index][name]).all() for name in ("input_ids", "query"))
+        text = rows[index % 2]["input_ids"]
+        assert pair["input_ids"].tolist() == [2, 4, *text, 3]
+        query = pair["query"].tolist()
+        assert (query[:2], query[-1]) == ([2, 5], 3)
+        if query[2:-1] == [7, 8]:
+            titles += 1
+        else:
+            start = query[2] - text[0]
+            assert query[2:-1] == text[start : start + (40 if index % 2 == 0 else 25)].tolist()
+    assert 10 < titles < 30  # of the 40 documents with a title
+    assert len({first[index]["query"].tobytes() for index in range(1, 80, 2)}) > 10
+    other = Pairs(rows * 40, 1, prefixes, [3])
+    assert any(first[index]["query"].tolist() != other[index]["query"].tolist() for index in range(80))
+
+
+def test_the_contrastive_loss_is_infonce_of_all_documents_at_once():
+    vectors = torch.nn.functional.normalize(torch.randn(20, 6), dim=-1)
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return SimpleNamespace(last_hidden_state=vectors[input_ids])
+
+    trainer = SimpleNamespace(pool=pooling.mean_of_real_tokens, temperature=0.1)
+    trainer.vectors = lambda *inputs: ContrastiveTrainer.vectors(trainer, *inputs)
+    documents, queries = torch.arange(10)[:, None], torch.arange(10, 20)[:, None]
+    inputs = {"input_ids": documents, "query_input_ids": queries}
+    inputs |= {"attention_mask": torch.ones_like(documents), "query_attention_mask": torch.ones_like(queries)}
+    scores = vectors[10:] @ vectors[:10].T / 0.1
+    expected = -(scores.log_softmax(1) + scores.log_softmax(0)).diagonal().mean() / 2
+    torch.testing.assert_close(ContrastiveTrainer.compute_loss(trainer, Model(), inputs), expected)
+
+
+def test_titled_documents_in_parts(tmp_path):
+    rows = [{"title": "a title", "text": "abcdefghij" * 2}, {"title": None, "text": "kl"}, {"title": "x", "text": "m"}]
+    encoded = encode_titled([small.write_table(tmp_path / "a.jsonl", rows * 2)], tokenizer(), 12, special=4)
+    letters = ["".join(tokenizer().convert_ids_to_tokens(row["input_ids"])) for row in encoded]
+    assert letters == ["abcdefgh", "ijabcdef", "ghij", "kl"] * 2
+    assert [row["title"] and len(row["title"]) for row in encoded] == [7, None, None, None] * 2
+    with refused("contrast has 1 documents, but it takes at least 4"):
+        encode_titled([small.write_table(tmp_path / "b.jsonl", rows[1:])], tokenizer(), 12, special=4)
+
+
+def test_prompts_of_sentence_transformers(tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / adopt.PROMPTS).write_text(json.dumps({"prompts": {"query": "ab", "passage": "c"}}))
+    prompts = [adopt.SentencePooling(tmp_path).prompt(kind, tokenizer()) for kind in ("query", "document")]
+    assert prompts == [tokenizer().convert_tokens_to_ids(list(own)) for own in ("ab", "c")]
+    (tmp_path / adopt.PROMPTS).unlink()
+    assert adopt.SentencePooling(tmp_path).prompt("query", tokenizer()) == []
+
+
+def test_documents_in_chunks():
     ids = torch.tensor([[2, 10, 11, 12, 13, 14, 3, 0], [2, 20, 21, 22, 23, 24, 25, 3]])
-    trainer = SimpleNamespace(teacher=Teacher(), chunk=5, before=1, after=1)
-    (states,), places = DistillationTrainer.states_of_chunks(trainer, ids, (ids != 0).long())
-    assert states[:, 0].tolist() == ids.flatten()[places].tolist() == [2, 10, 11, 12, 13, 14, 2, *range(20, 26)]
-    assert states[:, 1].tolist() == [0, 1, 2, 3, 1, 2, 0, 1, 2, 3, 1, 2, 3]
-    assert states[:, 2].all()
+    batch = Batch.of(ids, (ids != 0).long(), chunk=5, before=1, after=1, pad=0)
+    assert batch.chunks.tolist() == [[2, 10, 11, 12, 3], [2, 13, 14, 3, 0], [2, 20, 21, 22, 3], [2, 23, 24, 25, 3]]
+    assert batch.chunk_mask.tolist() == (batch.chunks != 0).long().tolist()
+    tokens = [2, 10, 11, 12, 13, 14, 3, 2, *range(20, 26), 3]  # what is at the ends of documents has counterparts
+    assert ids.flatten()[batch.places].tolist() == batch.chunks.flatten()[batch.chunk_places].tolist() == tokens
+    short = batch.in_chunks()
+    assert short.ids.flatten()[short.places].tolist() == batch.chunks[batch.chunks != 0].tolist()
+
+
+def distillation(folder, tmp_path, steps=1, first_token=False, **settings):
+    """A trainer for an identical copy with a window, which computes what the original computes."""
+    teacher = AutoModel.from_pretrained(folder).eval()
+    options = {"length": 25, "projected_length": 25, "projection_init": "window", "local_window": 3}
+    student = from_pretrained(teacher, **options, initial_far_bias=None)
+    arguments = TrainingArguments(str(tmp_path / "run"), report_to=[], disable_tqdm=True, use_cpu=True)
+    settings = adopt.Settings(steps=steps, **settings)
+    return DistillationTrainer(student, teacher, 9, 1, 1, settings, first_token, args=arguments), student
+
+
+BATCH = {"input_ids": torch.tensor([[2, *range(5, 22), 3], [2, *range(9, 14), 3, *[0] * 12]])}
+BATCH["attention_mask"] = (BATCH["input_ids"] != 0).long()
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "electra"])
+def test_errors_of_a_student_that_equals_its_teacher_are_zero(kind, tmp_path):
+    """On chunks, without its window: of mixers, of hidden states and of pooled vectors; not after a change."""
+    folder = source(tmp_path / "in", kind)
+    for first_token in (False, True):
+        options = {"without_window": 1.0, "short": 1.0, "cosine": 1.0}
+        losses = [distillation(folder, tmp_path, first_token=first_token, **options, mixer_steps=i) for i in (0, 1)]
+        for trainer, student in losses:
+            assert trainer.compute_loss(student, BATCH).item() == pytest.approx(0, abs=1e-8)
+            assert [layer.attention.local_window for layer in student.layers] == [3] * 3
+            torch.nn.init.normal_(student.layers[1].attention.value.weight)
+            loss = trainer.compute_loss(student, BATCH)
+            loss.backward()
+            assert loss.item() > 0.01
+    trainer, student = distillation(folder, tmp_path, mixer_steps=1, without_window=1.0, short=1.0)
+    torch.nn.init.normal_(student.layers[0].attention.value.weight)
+    trainer.compute_loss(student, BATCH).backward()  # later mixers are given the teacher's states
+    gradients = [layer.attention.value.weight.grad.abs().sum() for layer in student.layers]
+    assert gradients[0] > 1e-3
+    torch.testing.assert_close(torch.stack(gradients[1:]), torch.zeros(2), rtol=0, atol=1e-5)
+
+
+def test_the_window_and_long_documents_are_dropped_at_random(tmp_path):
+    trainer, student = distillation(source(tmp_path / "in"), tmp_path, 200, without_window=0.25, short=0.5)
+    seen = []
+    trainer.error = lambda model, batch, cosine: seen.append((student.layers[0].attention.local_window, len(batch.ids)))
+    for step in range(200):
+        trainer.state.global_step = step
+        trainer.compute_loss(student, BATCH)
+    assert set(seen) == {(window, rows) for window in (0, 3) for rows in (2, 4)}
+    shares = [sum(own[i] == value for own in seen) / 200 for i, value in ((0, 0), (1, 4))]
+    assert shares == pytest.approx([0.25, 0.5], abs=0.1)
+    again = list(seen)
+    seen.clear()
+    for step in (17, 3):
+        trainer.state.global_step = step
+        trainer.compute_loss(student, BATCH)
+    assert seen == [again[17], again[3]]
+
+
+@pytest.mark.parametrize("settings", [{"mixer_steps": 21}, {"without_window": 1.5}, {"short": -1}, {"cosine": "a"}])
+def test_wrong_settings(settings):
+    (name,) = settings
+    with refused(f"{name}={settings[name]!r} must be a number from 0 to"):
+        adopt.Settings(steps=20, **settings)
 
 
 def test_wrong_arguments(text, tmp_path):
@@ -225,6 +487,9 @@ def test_wrong_arguments(text, tmp_path):
         convert(folder, tmp_path / "out", text)
     with refused("steps, batch_size and learning_rate have no effect without distill"):
         convert(folder, tmp_path / "out", text, settings=adopt.Settings())
+    head = source(tmp_path / "head", "bert", "ForMaskedLM")
+    with refused("contrast trains vectors of texts, but the model is a BertForMaskedLM"):
+        convert(head, tmp_path / "out", text, contrast=[text])
     assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from linformers.training import data
-from linformers.training.data import documents, file_type, find_files, open_text, rows
+from linformers.training.data import documents, file_type, find_files, open_text, rows, titled_documents
 
 from ..modes import refused
 from .small import write_table
@@ -180,3 +180,16 @@ def test_a_large_text_of_a_table_is_split(tmp_path):
     pieces = list(documents(write(tmp_path / "a.jsonl", [text, "after"])))
     assert len(pieces) == 4
     assert "".join(pieces) == f"{text}after"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_titles(name, tmp_path):
+    write_table(tmp_path / name, [{"title": title, "text": f"text {title}"} for title in ("one", " ", "two ")])
+    assert list(titled_documents(tmp_path / name)) == [("one", "text one"), (None, "text  "), ("two", "text two ")]
+    assert list(titled_documents(write(tmp_path / f"b-{name}"))) == [(None, text) for text in TEXTS]
+
+
+def test_the_first_piece_of_a_large_text_has_its_title(tmp_path):
+    text = "\n\n".join("word " * 100 for _ in range(5000))
+    titles = [title for title, _ in titled_documents(write_table(tmp_path / "a.jsonl", [{"title": "a", "text": text}]))]
+    assert titles == ["a", None, None]

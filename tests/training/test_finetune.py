@@ -151,6 +151,15 @@ def test_finished_seeds_are_not_run_again_unless_their_weights_are_lost(tuned, t
         small.flip(out / "seed-1" / "best" / name)
 
 
+def test_the_model_is_loaded_once(tuned, task, model, tmp_path, monkeypatch):
+    out, loaded, load = Path(shutil.copytree(tuned, tmp_path / "copy")), [], checkpoints.load_whole
+    shutil.rmtree(out / "seed-1" / "best")
+    shutil.rmtree(out / "model")
+    monkeypatch.setattr(checkpoints, "load_whole", lambda *rest: loaded.append(rest) or load(*rest))
+    assert run(task, model, out) == 0
+    assert len(loaded) == 1
+
+
 def test_texts_longer_than_the_model(task, model, tmp_path):
     assert run(task, model, tmp_path, dataclasses.replace(ONE, max_length=50)) == 0
     assert LinformerConfig.from_pretrained(tmp_path / "model").max_position_embeddings == 50

@@ -24,6 +24,9 @@ from ..errors import UserError
 from ..files import read_json
 from ..pooling import first_real_token, mean_of_real_tokens
 from ..progress import progress
+from .checkpoints import full_tensor
+from .contrast import SPAN, Contrast, encode_titled
+from .contrast import contrast as run_contrast
 from .corpus import open_tokenizer
 from .data import documents, find_files
 from .distill import Settings, clean, encode_documents, rows_hash
@@ -35,7 +38,8 @@ from .pretrain import describe, model_card, save_model
 PASSAGES, SECONDS, BATCH = 24, 4.0, 8
 MASKED = 0.15  # of the tokens, where words are compared
 # The files of a sentence-transformers folder that say how to make a vector of a text.
-SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+PROMPTS = "config_sentence_transformers.json"
+SENTENCE_FILES = ("modules.json", PROMPTS, "sentence_bert_config.json")
 PURPOSES = {
     "LinformerModel": "feature-extraction",
     "LinformerForMaskedLM": FILL_MASK,
@@ -51,7 +55,9 @@ def adopt(
     *,
     text: Sequence[Path] = (),
     distill: Sequence[Path] = (),
+    contrast: Sequence[Path] = (),
     settings: Settings | None = None,
+    contrast_settings: Contrast | None = None,
     revision: str | None = None,
     console: Console,
     command: str,
@@ -59,65 +65,125 @@ def adopt(
 ) -> int:
     """Convert a model with its tokenizer and, if it is one of sentence-transformers, its pooling; report on it.
 
-    Distillation runs in a folder beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
+    Training runs in folders beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
 
     Args:
         model: a folder or a name on the hub.
         out: a new folder.
         text: files to compare the models on; by default, Python's manual.
         distill: files to distill on; by default, the weights stay as they were copied.
+        contrast: files to train on contrastively after that; the result gets a folder of its own, `OUT-contrastive`.
         settings: how to distill.
+        contrast_settings: how to train contrastively.
         revision: the branch, tag or commit of a hub name.
         console: where the report is printed.
         command: for the card.
         **config: arguments of `convert.from_pretrained`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    contrastive, run, contrast_run = (
+        out.with_name(out.name + end) for end in ("-contrastive", ".distillation", ".contrast")
+    )
+    # A kill between the two results leaves the second one and the runs, from which both are written again.
+    for folder in [out, *([contrastive] if contrast and not contrast_run.exists() else [])]:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"out={str(folder)!r} is not an empty folder: choose a new one")
     make_folder("out", out.parent)
     if settings is not None and not distill:
         raise UserError("steps, batch_size and learning_rate have no effect without distill, the text to train on")
-    files = find_files(text, "text") if text else []
-    texts = find_files(distill, "text") if distill else []
-    original = convert.load_original(model, revision)
-    converted = convert.from_pretrained(original, **config)
-    tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # what transformers makes of no file at all
-        raise UserError(f"model={model!r} has no tokenizer files")
-    limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
-    n = converted.config.max_position_embeddings
-    longest, tokenizer.model_max_length = min(limit, n), n
-    before, after = special_tokens(tokenizer)
-    passages = encode_passages(tokenizer, read(files), longest)
-    pooling = SentencePooling(source_folder(model, revision))
-    inputs = (tokenizer, passages, pooling.pool, console)
-    report = {}
+    files, texts, titled = (
+        find_files(sources, name) if sources else []
+        for name, sources in (("text", text), ("distill", distill), ("contrast", contrast))
+    )
+    work = Conversion(model, revision, config, files, console)
+    if contrast and not type(work.original).__name__.endswith("Model"):
+        head = f"the model is a {type(work.original).__name__}: save its encoder with AutoModel and convert that"
+        raise UserError(f"contrast trains vectors of texts, but {head}")
+    earlier = {}
     if texts:
-        report["before distillation"] = compare(original, converted, *inputs, branches=())["converted"]
-        rows, run = encode_documents(texts, tokenizer, n, before, after), out.with_name(f"{out.name}.distillation")
-        recorded = {"model": model, "revision": revision, "config": config, "rows": len(rows), "hash": rows_hash(rows)}
-        sizes: dict[str, Any] = {"chunk": limit, "special": (len(before), len(after))}
-        code = run_distillation(converted, original, rows, run, settings or Settings(), recorded, console, **sizes)
-        if code:
+        earlier["before distillation"] = work.compare(branches=False)["converted"]
+        if code := work.distill(texts, run, settings or Settings()):
             return code
-    both = converted.config.projection == "linear" and all(converted.config.local_windows)
-    report = compare(original, converted, *inputs, branches=BRANCHES if both else ()) | report
-    report["tokens_per_second"] = {
-        f"original, {limit} tokens": round(speed(original, limit)),
-        f"converted, {n} tokens": round(speed(converted, n)),
-    }
-    show(report, console)
-    card = card_of(model, revision, converted, report, command)
-
-    def add_pooling(folder: Path) -> None:
-        (folder / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
-        pooling.write(folder, n)
-
-    save_model(out, converted, converted.state_dict(), tokenizer, card, add_pooling)
-    if texts:
-        clean(run)
-    console.print(f"model in {out}", markup=False, highlight=False)
+    results = [(out, work.compare() | earlier, work.weights())]
+    if titled:
+        earlier["before contrastive training"] = results[0][1]["converted"]
+        if code := work.contrast(titled, contrast_run, contrast_settings or Contrast()):
+            return code
+        results.insert(0, (contrastive, work.compare() | earlier, work.weights()))
+    speeds = work.speeds()
+    for folder, report, weights in results:  # `out` is last: it marks the command as finished
+        work.save(folder, {**report, "tokens_per_second": speeds}, weights, command)
+    for finished in ([run] if texts else []) + ([contrast_run] if titled else []):
+        clean(finished)
     return 0
+
+
+class Conversion:
+    """A model, what it was converted to, and how to compare, train and save that."""
+
+    def __init__(
+        self, model: str, revision: str | None, config: dict[str, Any], files: Sequence[Path], console: Console
+    ) -> None:
+        self.model, self.revision, self.console = model, revision, console
+        self.original = convert.load_original(model, revision)
+        self.converted = convert.from_pretrained(self.original, **config)
+        self.tokenizer = open_tokenizer(model, f"model={model!r}", revision=revision or "main")
+        # What transformers makes of no file at all:
+        if len(self.tokenizer.get_vocab()) <= len(self.tokenizer.all_special_tokens):
+            raise UserError(f"model={model!r} has no tokenizer files")
+        theirs = self.original.config
+        self.limit = theirs.max_position_embeddings - convert.unused_positions(theirs)
+        self.n = self.tokenizer.model_max_length = self.converted.config.max_position_embeddings
+        self.before, self.after = special_tokens(self.tokenizer)
+        self.passages = encode_passages(self.tokenizer, read(files), min(self.limit, self.n))
+        self.pooling = SentencePooling(source_folder(model, revision))
+        self.recorded: dict[str, Any] = {"model": model, "revision": revision, "config": config}
+
+    def compare(self, branches: bool = True) -> dict[str, Any]:
+        """How much it agrees with the original; if it has both `branches`, also without each of them."""
+        config = self.converted.config
+        both = branches and config.projection == "linear" and all(config.local_windows)
+        inputs = (self.tokenizer, self.passages, self.pooling.pool, self.console)
+        return compare(self.original, self.converted, *inputs, branches=BRANCHES if both else ())
+
+    def distill(self, files: Sequence[Path], run: Path, settings: Settings) -> int:
+        rows = encode_documents(files, self.tokenizer, self.n, self.before, self.after)
+        self.recorded |= {"rows": len(rows), "hash": rows_hash(rows)}
+        sizes: dict[str, Any] = {"chunk": self.limit, "special": (len(self.before), len(self.after))}
+        sizes["first_token"] = self.pooling.first_token
+        inputs = (rows, run, settings, self.recorded, self.console)
+        return run_distillation(self.converted, self.original, *inputs, **sizes)
+
+    def contrast(self, files: Sequence[Path], run: Path, settings: Contrast) -> int:
+        kinds = ("document", "query")
+        prefixes = {kind: [*self.before, *self.pooling.prompt(kind, self.tokenizer)] for kind in kinds}
+        special = max(map(len, prefixes.values())) + len(self.after)
+        rows = encode_titled(files, self.tokenizer, self.n, special)
+        recorded = {"start": self.recorded, "rows": len(rows), "hash": rows_hash(rows)}
+        ends: dict[str, Any] = {"pool": self.pooling.pool, "prefixes": prefixes, "after": self.after}
+        return run_contrast(self.converted, rows, run, settings, recorded, self.console, **ends)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of them, which later training does not change."""
+        return {name: full_tensor(tensor) for name, tensor in self.converted.state_dict().items()}
+
+    def speeds(self) -> dict[str, int]:
+        """Tokens a second of both models, each with inputs of its own length."""
+        return {
+            f"original, {self.limit} tokens": round(speed(self.original, self.limit)),
+            f"converted, {self.n} tokens": round(speed(self.converted, self.n)),
+        }
+
+    def save(self, folder: Path, report: dict[str, Any], weights: dict[str, Tensor], command: str) -> None:
+        """Print the report, and write the model, its tokenizer, pooling, report and card."""
+
+        def add_pooling(unfinished: Path) -> None:
+            (unfinished / "conversion.json").write_text(json.dumps(report, indent=1) + "\n")
+            self.pooling.write(unfinished, self.n)
+
+        show(report, self.console)
+        card = card_of(self.model, self.revision, self.converted, report, command)
+        save_model(folder, self.converted, weights, self.tokenizer, card, add_pooling)
+        self.console.print(f"model in {folder}", markup=False, highlight=False)
 
 
 def read(files: Sequence[Path]) -> Iterator[str]:
@@ -161,13 +227,22 @@ class SentencePooling:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder if (folder / "modules.json").exists() else None
-        self.first_token = False
+        self.first_token, self.prompts = False, {}
+        if self.folder and (self.folder / PROMPTS).exists():
+            prompts = read_json(self.folder / PROMPTS).get("prompts")
+            self.prompts = prompts if isinstance(prompts, dict) else {}
         for path in sorted(folder.glob("*_Pooling/config.json")) if self.folder else []:
             modes = read_json(path)
             used = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
             if "pooling_mode" in modes:  # from sentence-transformers 5.4 on
                 used = [f"pooling_mode_{modes['pooling_mode']}"]
             self.first_token = bool(used) and all("cls" in name for name in used)
+
+    def prompt(self, kind: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that come before each text of a kind, `"document"` or `"query"`."""
+        prompts = [self.prompts.get(name) for name in ((kind, "passage") if kind == "document" else (kind,))]
+        text = next((prompt for prompt in prompts if isinstance(prompt, str)), "")
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def pool(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
         return (first_real_token if self.first_token else mean_of_real_tokens)(hidden_states, mask)
@@ -306,6 +381,9 @@ def card_of(model: str, revision: str | None, converted: PreTrainedModel, report
     weights = "whose weights it has"
     if "before distillation" in report:
         weights = "with whose weights it started, then distilled from it"
+    if "before contrastive training" in report:
+        weights = weights.replace("whose weights it has", "with whose weights it started")
+        weights += f", then trained to tell a document from others by its title or {SPAN} tokens of it"
     text = f"""\
 Converted from `{model}`{at}, {weights}.
 Agreement on passages that the original can read:

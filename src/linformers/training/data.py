@@ -79,18 +79,34 @@ def documents(
     `damaged` is called for each line that is not UTF-8 and each row whose text is not a string. If it returns, each
     wrong byte becomes U+FFFD, and the row is skipped. Rows with a missing or blank text are skipped without a report.
     """
+    for _, text in _titled(source, text_column, None, split, damaged):
+        yield text
+
+
+def titled_documents(source: Path, text_column: str = "text") -> Iterator[tuple[str | None, str]]:
+    """The documents of a file, each with its title if it is in a table that has a column `title`."""
+    return _titled(source, text_column, "title", "train", refuse)
+
+
+def _titled(
+    source: Path | str, text_column: str, title_column: str | None, split: str, damaged: Callable[[str], None]
+) -> Iterator[tuple[str | None, str]]:
+    """Of a text that is split, the first piece has the title."""
     if isinstance(source, Path) and file_type(source) not in TABLES:
         with open_text(source, "surrogateescape") as file:
-            yield from _split(_lines(source, file, MAX_CHARACTERS, damaged))
+            yield from ((None, piece) for piece in _split(_lines(source, file, MAX_CHARACTERS, damaged)))
         return
-    for where, row in _rows(source, [text_column], split, damaged):
-        text = row[text_column]
+    optional = [] if title_column is None else [title_column]
+    for where, row in _rows(source, [text_column], split, damaged, optional):
+        text, title = row[text_column], row.get(title_column or "")
+        title = title.strip() or None if isinstance(title, str) else None
         if text is not None and not isinstance(text, str):
             damaged(f"{where}: {text_column!r} is of type {type(text).__name__}, not text")
         elif text and len(text) > MAX_CHARACTERS:
-            yield from _split(io.StringIO(text, newline=""))
+            pieces = _split(io.StringIO(text, newline=""))
+            yield from ((None if number else title, piece) for number, piece in enumerate(pieces))
         elif text and text.strip():
-            yield text
+            yield title, text
 
 
 def rows(source: Path | str, columns: Sequence[str], split: str = "train") -> Iterator[dict[str, Any]]:
@@ -100,19 +116,24 @@ def rows(source: Path | str, columns: Sequence[str], split: str = "train") -> It
 
 
 def _rows(
-    source: Path | str, columns: Sequence[str], split: str, damaged: Callable[[str], None]
+    source: Path | str,
+    columns: Sequence[str],
+    split: str,
+    damaged: Callable[[str], None],
+    optional: Sequence[str] = (),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row is, and the given columns of it."""
+    """Where each row is, and the given columns of it; those that are optional may be missing."""
     found: Iterator[tuple[str, dict[str, Any]]]
     if isinstance(source, str):
         found = ((f"{source}, row {number}", row) for number, row in enumerate(_hub_rows(source, split), 1))
     elif file_type(source) == ".parquet":
-        found = ((f"{source}, row {number}", row) for number, row in enumerate(_parquet_rows(source, columns), 1))
+        table = _parquet_rows(source, columns, optional)
+        found = ((f"{source}, row {number}", row) for number, row in enumerate(table, 1))
     else:
         found = _text_rows(source, damaged)
     for where, row in found:
         _check_columns(source, columns, row)
-        yield where, {name: row[name] for name in columns}
+        yield where, {name: row[name] for name in (*columns, *optional) if name in row}
 
 
 def _text_rows(path: Path, damaged: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -164,13 +185,14 @@ def _hub_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{source!r} is not a file or folder, nor a dataset of the hub: {reason}") from None
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
         # With a buffer, pyarrow reads a column piece by piece instead of a whole row group.
         with pyarrow.parquet.ParquetFile(path, buffer_size=2**20) as file:
             _check_columns(path, columns, file.schema_arrow.names)
+            columns = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 _check_expansion(path, columns, map(group.column, range(group.num_columns)))
             read, most = 0, max(MAX_COLUMN, MAX_EXPANSION * path.stat().st_size)

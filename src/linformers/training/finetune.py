@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import shutil
@@ -67,7 +68,6 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
     A finished seed is not repeated, and an interrupted one resumes. Returns an exit code, see `trainer.train`.
     """
     runs = FineTuning(task, model, out, settings, console)
-    load_model(model, task.label_names, runs.max_length)  # what is wrong with it shows before anything is written
     make_folder("out", out)
     with checkpoints.locked(out):
         hashes = {"data": task.hash(), "weights": checkpoints.model_hash(model)}
@@ -100,6 +100,7 @@ class FineTuning:
     def __post_init__(self) -> None:
         self.tokenizer = load_tokenizer(self.model, self.settings.max_length)
         self.max_length = self.tokenizer.model_max_length
+        self.encoder = load_encoder(self.model, self.max_length)
         names = ("train", "validation", "test")
         self.sets = {name: encode(getattr(self.task, name), self.tokenizer, self.max_length) for name in names}
         self.sets |= {name: longest_first(self.sets[name]) for name in names[1:]}
@@ -121,7 +122,7 @@ class FineTuning:
         folder.mkdir(exist_ok=True)
         settings, rows_per_step = self.settings, self.settings.batch_size
         set_seed(seed)
-        classifier = load_model(self.model, self.task.label_names, self.max_length)
+        classifier = new_classifier(self.encoder, self.task.label_names)
         too_short = settings.compile == "auto" and self.steps * settings.seeds < MIN_STEPS_TO_COMPILE
         compile_model(classifier, "no" if too_short else settings.compile, any_length=True)
         arguments = TrainingArguments(
@@ -213,20 +214,26 @@ On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard d
 
 {task.note}
 """
-        classifier = load_model(self.model, task.label_names, self.max_length)
+        classifier = new_classifier(self.encoder, task.label_names)
         card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
         save_model(out / "model", classifier, weights, self.tokenizer, card)
         write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
 
 
-def load_model(folder: Path, label_names: list[str], max_length: int) -> LinformerForSequenceClassification:
-    """A classifier with the encoder of a saved model, lengthened if texts are longer than its n, and a new head."""
+def load_encoder(folder: Path, max_length: int) -> LinformerModel:
+    """The encoder of a saved model, lengthened if texts are longer than its n."""
     encoder = checkpoints.load_whole(LinformerModel, folder)
     if max_length > encoder.config.max_position_embeddings:
         encoder.resize_length(encoder.config.next_valid_length(max_length))
-    encoder.config.id2label = dict(enumerate(label_names))
-    encoder.config.label2id = {name: number for number, name in enumerate(label_names)}
-    classifier = LinformerForSequenceClassification(encoder.config)
+    return encoder
+
+
+def new_classifier(encoder: LinformerModel, label_names: list[str]) -> LinformerForSequenceClassification:
+    """A classifier with a copy of an encoder and a new head."""
+    config = copy.deepcopy(encoder.config)
+    config.id2label = dict(enumerate(label_names))
+    config.label2id = {name: number for number, name in enumerate(label_names)}
+    classifier = LinformerForSequenceClassification(config)
     classifier.base_model.load_state_dict(encoder.state_dict())
     return classifier
 
