@@ -152,14 +152,18 @@ def write_records(path: Path, records: Mapping[str, Any]) -> None:
 
 
 def missing(jobs: Sequence[Job], records: Records) -> list[Job]:
-    """The jobs without a record, each after the pretraining that it needs, unless that model still exists."""
+    """The jobs without a record, each after the runs that it needs, unless their models still exist."""
     found: dict[str, Job] = {}
-    for job in jobs:
-        if records.find(job) is not None:
-            continue
-        if job.after is not None and not (records.find(job.after) and job.after.model.exists()):
-            found[job.after.name] = job.after
+
+    def add(job: Job) -> None:
+        first = job.after
+        if first is not None and not (records.find(first) and first.model.exists()):
+            add(first)
         found[job.name] = job
+
+    for job in jobs:
+        if records.find(job) is None:
+            add(job)
     return list(found.values())
 
 

@@ -121,6 +121,8 @@ def test_after_a_failure_only_independent_jobs_continue(tmp_path, capsys):
     assert record(tmp_path, "then") is None
     assert record(tmp_path, "good") is not None
     assert jobs.missing([second], Records(tmp_path)) == [first, second]
+    third = job(tmp_path, "at last", after=second)
+    assert jobs.missing([third], Records(tmp_path)) == [first, second, third]
 
 
 def test_jobs_run_at_the_same_time_and_an_error_stops_them(tmp_path):
