@@ -66,6 +66,7 @@ def test_base(tmp_path):
 
 WRONG_VALUES = {"steps": 0, "workers": -1, "learning_rate": -1, "short_rows": 1.5, "mask_share": 0, "model": 3}
 WRONG_VALUES |= {"shard": "maybe", "out": None, "schedule": "linaer", "precision": "fp8", "compile": "maybe"}
+WRONG_VALUES |= {"optimizer": "muno", "decay_share": 1.0, "final_mask_share": 0}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,13 @@ def test_grid_of_variants(tmp_path):
     assert set(variant_names(path)) == {"n64-a", "n64-b-c", "n32-a", "n32-b-c"}
     assert recipes.read(path, ["variant=n64-a"]).steps == 1
     assert recipes.read(path, ["variant=n64-b-c"]).max_length == 64
+
+
+def test_options_that_exclude_each_other():
+    with refused("optimizer='muon' needs whole matrices: it cannot be combined with shard=True"):
+        small.recipe("d", "o", optimizer="muon", shard=True)
+    with refused("warmup_steps=15 and decay_share=0.5 take more than steps=24"):
+        small.recipe("d", "o", schedule="wsd", warmup_steps=15, decay_share=0.5)
 
 
 def test_batch_that_cannot_be_divided():

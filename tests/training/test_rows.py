@@ -65,6 +65,17 @@ def test_fifteen_percent_of_which_80_10_10():
     assert (batch["input_ids"][~chosen] != VOCABULARY.mask).all()
 
 
+def test_a_mask_share_that_falls():
+    falling = rows(count=301, length=100, mask_share=0.3, final_mask_share=0.15)
+    counts = (falling.__getitems__(range(301))["labels"] != IGNORED).sum(1)
+    assert counts[[0, 150, 300]].tolist() == [30, 22, 15]
+    assert (counts.diff() <= 0).all()
+    for number in (0, 150, 300):  # whichever rows are in a batch
+        constant = rows(count=301, length=100, mask_share=0.3 - 0.0005 * number)
+        for name, tensor in falling.__getitems__([number]).items():
+            assert torch.equal(tensor, constant.__getitems__([number])[name])
+
+
 def test_row_is_a_function_of_its_number():
     together = rows(short_rows=0.3).__getitems__(range(40))
     for numbers in ([3], [39, 0, 17], range(BLOCK - 1, BLOCK + 2)):

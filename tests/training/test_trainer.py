@@ -26,6 +26,7 @@ SETTINGS = [
     {"precision": "float32", "workers": 2},
     {"precision": "bf16", "rows_at_once": 2},
     {"precision": "bf16", "rows_at_once": 4, "workers": 1, "gradient_checkpointing": True},
+    {"precision": "float32", "optimizer": "muon", "schedule": "wsd", "mask_share": 0.3, "final_mask_share": 0.15},
 ]
 
 
@@ -232,8 +233,9 @@ POISONS = {
 }
 
 
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[4]], ids=["adamw", "muon"])
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison):
+def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, poison, setting):
     """In step 13, the weights are those of step 12, and the run can resume from its last checkpoint."""
     original, seen = ExactTrainer.compute_loss, []
 
@@ -247,13 +249,13 @@ def test_nan_stops_before_the_update(corpus, straight, tmp_path, monkeypatch, po
     handlers = [signal.getsignal(number) for number in SIGNALS]
     with monkeypatch.context() as patch, refused("not finite in step 13 (rows 96 to 103)") as error:
         patch.setattr(ExactTrainer, "compute_loss", poisoned)
-        small.train(small.recipe(corpus, tmp_path, **SETTINGS[0]))
+        small.train(small.recipe(corpus, tmp_path, **setting))
     assert "step 10" in str(error.value)
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
     assert seen
     assert all(torch.equal(parameter, before) for parameter, before in seen)
-    assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
-    small.assert_same_run(tmp_path, straight(SETTINGS[0]))
+    assert small.train(small.recipe(corpus, tmp_path, **setting)) == 0
+    small.assert_same_run(tmp_path, straight(setting))
 
 
 def test_algorithms_are_deterministic_where_asked_for(corpus, tmp_path, monkeypatch):

@@ -103,15 +103,20 @@ def make_trainer(recipe: Recipe, corpus: Corpus, arguments: TrainingArguments) -
     compile_model(model, recipe.compile)
     if recipe.shard:
         shard(model)
-    rows, length, mask_share = recipe.steps * recipe.batch_size, recipe.max_length, recipe.mask_share
+    rows, length = recipe.steps * recipe.batch_size, recipe.max_length
+    first, last = recipe.mask_share, recipe.mask_share if recipe.final_mask_share is None else recipe.final_mask_share
     vocabulary, tokens = Vocabulary.of(tokenizer, corpus.vocab_size), corpus.tokens("train")
+    training_rows = MaskedRows(
+        tokens, vocabulary, rows, length, recipe.seed, first, recipe.short_rows, final_mask_share=last
+    )
     return ExactTrainer(
         model,
         arguments,
         data_collator=already_batched,
-        eval_dataset=validation_rows(corpus, vocabulary, length, recipe.eval_rows, mask_share),
-        train_dataset=MaskedRows(tokens, vocabulary, rows, length, recipe.seed, mask_share, recipe.short_rows),
+        eval_dataset=validation_rows(corpus, vocabulary, length, recipe.eval_rows, last),
+        train_dataset=training_rows,
         processing_class=tokenizer,
+        muon=recipe.optimizer == "muon",
     )
 
 
@@ -169,11 +174,14 @@ def validation_rows(corpus: Corpus, vocabulary: Vocabulary, length: int, max_row
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     same = ("learning_rate", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "seed")
+    schedules = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
+    decay = {"num_decay_steps": recipe.decay_steps, "decay_type": "linear"}
     arguments = TrainingArguments(
         **{name: getattr(recipe, name) for name in (*same, "max_grad_norm", "gradient_checkpointing")},
         output_dir=recipe.out,
         max_steps=recipe.steps,
-        lr_scheduler_type="constant_with_warmup" if recipe.schedule == "constant" else recipe.schedule,
+        lr_scheduler_type=schedules.get(recipe.schedule, recipe.schedule),
+        lr_scheduler_kwargs=decay if recipe.schedule == "wsd" else None,
         logging_steps=recipe.log_every,
         eval_steps=recipe.eval_every,
         save_steps=recipe.save_every,

@@ -21,6 +21,9 @@ from ..files import read_bytes
 
 PRECISIONS = ("auto", "bf16", "float32")
 COMPILE = ("auto", "yes", "no")
+OPTIMIZERS = ("adamw", "muon")
+# Linear or cosine decay to 0; no decay; or warmup, stable, decay (Hu et al., 2024): constant, then linear decay to 0.
+SCHEDULES = ("linear", "cosine", "constant", "wsd")
 
 # Fields that do not change what a run computes: they may differ when it resumes.
 FREE = ("data", "out", "rows_at_once", "log_every", "save_every", "keep", "workers", "compile", "shard")
@@ -46,15 +49,18 @@ class Recipe:
     start: str | None = None  # folder of a pretrained model to start from; its projection may differ from `model`
     batch_size: int = 64  # rows per update, over all processes
     rows_at_once: int = 0  # rows per pass of a process, with gradient accumulation; 0: its share of the batch
+    optimizer: str = "adamw"  # or "muon": Muon for the weight matrices of the layers, AdamW for everything else
     learning_rate: float = 1e-3  # peak learning rate
     warmup_steps: int = 0
-    schedule: str = "linear"  # decay of the learning rate to 0: "linear" or "cosine"; or "constant"
+    schedule: str = "linear"  # of the learning rate after the warmup, one of SCHEDULES
+    decay_share: float = 0.2  # share of the steps, the last ones, in which "wsd" lowers the learning rate
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-6
     weight_decay: float = 0.01  # not for biases, norms and E
     max_grad_norm: float = 1.0
     mask_share: float = 0.15  # share of tokens to predict
+    final_mask_share: float | None = None  # at the end and in validation, if it changes linearly over the run
     short_rows: float = 0.0  # share of rows cut to a random length, so that the model knows short inputs
     eval_every: int = 500  # steps between validations
     eval_rows: int = 1024  # rows of the validation set to use
@@ -76,21 +82,28 @@ class Recipe:
         out, data = Path(self.out).resolve(), Path(self.data).resolve()
         if out.is_relative_to(data) or data.is_relative_to(out):
             raise UserError(f"out={self.out!r} and data={self.data!r} must not contain each other")
+        falls = self.final_mask_share is not None
         fields: dict[Any, tuple[str, ...]] = {
             checks.check_size: ("steps", "batch_size", "eval_every", "eval_rows", "save_every", "keep", "log_every"),
             _check_count: ("warmup_steps", "rows_at_once", "seed"),
             checks.check_positive: ("learning_rate", "adam_epsilon", "max_grad_norm"),
             checks.check_probability: ("adam_beta1", "adam_beta2", "weight_decay", "short_rows"),
-            checks.check_share: ("mask_share",),
+            checks.check_share: ("mask_share", "decay_share", *(["final_mask_share"] if falls else [])),
             checks.check_flag: ("deterministic", "gradient_checkpointing", "shard"),
         }
         for check, names in fields.items():
             for name in names:
                 check(name, getattr(self, name))
         checks.check_workers(self.workers)
-        checks.check_choice("schedule", self.schedule, ("linear", "cosine", "constant"))
+        checks.check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        checks.check_choice("schedule", self.schedule, SCHEDULES)
         checks.check_choice("precision", self.precision, PRECISIONS)
         checks.check_choice("compile", self.compile, COMPILE)
+        if self.optimizer == "muon" and self.shard:
+            raise UserError("optimizer='muon' needs whole matrices: it cannot be combined with shard=True")
+        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
+            phases = f"warmup_steps={self.warmup_steps} and decay_share={self.decay_share}"
+            raise UserError(f"{phases} take more than steps={self.steps}")
         for name in _model_fields(self.to_dict()):
             if name in FROM_CORPUS:
                 raise UserError(f"model.{name} cannot be set in a recipe: it follows from the corpus")
@@ -105,6 +118,11 @@ class Recipe:
     def max_length(self) -> int:
         """n, the tokens of a row."""
         return self.config(vocab_size=50_000).max_position_embeddings
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which schedule "wsd" lowers the learning rate."""
+        return max(1, round(self.decay_share * self.steps))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

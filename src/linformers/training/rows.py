@@ -55,6 +55,7 @@ class MaskedRows(Dataset):
     mask_share: float = 0.15  # of tokens to predict
     short_rows: float = 0.0  # share of rows that are padded from a random position on
     shuffle: bool = True
+    final_mask_share: float | None = None  # of the last row, if the share changes linearly from row to row
 
     def __post_init__(self) -> None:
         # Shuffled rows start at a random token of the first row.
@@ -82,7 +83,7 @@ class MaskedRows(Dataset):
         # Each position gets a random rank; positions that cannot be predicted come last.
         eligible = real & ~np.isin(tokens, self.vocabulary.special)
         ranks = np.where(eligible, order, 2.0).argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
-        count = np.maximum(1, (self.mask_share * ends).astype(np.int64))
+        count = np.maximum(1, (self._mask_share(np.array(numbers)) * ends).astype(np.int64))
         chosen = eligible & (ranks < count[:, None])
 
         labels = np.where(chosen, tokens, IGNORED)
@@ -93,6 +94,10 @@ class MaskedRows(Dataset):
         if self.short_rows:
             batch["attention_mask"] = torch.from_numpy(real.astype(np.int64))
         return batch
+
+    def _mask_share(self, numbers: np.ndarray) -> np.ndarray:
+        final = self.mask_share if self.final_mask_share is None else self.final_mask_share
+        return self.mask_share + (final - self.mask_share) * numbers / max(1, self.rows - 1)
 
     def _tokens(self, number: int) -> np.ndarray:
         epoch, place = divmod(number, self.rows_in_epoch)

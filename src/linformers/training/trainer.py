@@ -27,6 +27,7 @@ from ..checks import to_builtin
 from ..errors import UserError
 from ..progress import progress
 from . import checkpoints
+from .optimizer import MuonAdamW, parameter_groups
 
 MODEL, OPTIMIZER, TRAINING, STATE = "model.safetensors", "optimizer.safetensors", "training.json", "trainer_state.json"
 METRICS = "metrics.jsonl"
@@ -45,13 +46,16 @@ class ExactTrainer(Trainer):
     - SIGTERM, SIGINT and SIGHUP end the run after the current step, with a checkpoint.
     - A loss or gradient that is not finite ends the run before the weights change.
     - A step whose labels are all ignored has no gradient and does not count in logged losses.
+
+    With `muon`, the optimizer is `MuonAdamW`, otherwise AdamW.
     """
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module, args: TrainingArguments, *, muon: bool = False, **kwargs: Any) -> None:
         if args.n_gpu > 1:  # without torchrun, transformers would use all GPUs and multiply the batch size
             args._n_gpu = 1
         super().__init__(model, args, **kwargs)
         assert self.args.optim == "adamw_torch_fused", "only fused optimizers can skip an update on the device"
+        self.muon = muon
         self.stopped_by: int | None = None  # the signal that ended the run
         self._labels: Tensor | None = None  # the number of labels in the current step, if they can be ignored
         self._flags: tuple[int, AsyncScalar] | None = None  # of the last step; see `_get_grad_norm`
@@ -187,6 +191,13 @@ class ExactTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices decay, except E, which has its own learning rate."""
         return [name for name in super().get_decay_parameter_names(model) if "projections." not in name]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if self.muon:
+            groups = parameter_groups(self.model, self.get_decay_parameter_names(self.model))
+            _, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer: Any = MuonAdamW(groups, weight_decay=self.args.weight_decay, **options)
+        return super().create_optimizer(model)
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # transformers would iterate over all parameters in each step
