@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from linformers import LinformerForMaskedLM
 from linformers.training import recipe as recipes
 
 from ..modes import refused
@@ -180,6 +182,23 @@ def test_shipped_recipes(path, changes):
     assert (config.projection == "identity") == name.endswith("twin")
 
 
+@pytest.mark.parametrize("variant", variant_names(RECIPES / "english-long.yaml"))
+def test_the_long_english_model_has_at_most_32_megabytes(variant):
+    recipe = recipes.read(RECIPES / "english-long.yaml", [f"variant={variant}"])
+    with torch.device("meta"):
+        model = LinformerForMaskedLM(recipe.config(vocab_size=16_384))
+    short = variant.startswith("short")
+    assert recipe.max_length == (1024 if short else 8192)
+    assert 12e6 < model.num_parameters() <= 16e6  # 2 bytes each
+    assert recipe.batch_size * recipe.max_length == 2**16
+    tokens = recipe.steps * 2**16
+    if recipe.start:
+        first = recipes.read(RECIPES / "english-long.yaml", [f"variant={variant.replace('long', 'short')}"])
+        assert recipe.start == f"{first.out}/model"
+        tokens += first.steps * 2**16
+    assert tokens == (1600 if short else 2000) * 2**16
+
+
 def test_paper_grid_is_complete():
     sharings = ("none", "headwise", "key-value", "layerwise")
     models = ["twin", *(f"k{k}-{sharing}" for k in (128, 256) for sharing in sharings)]
@@ -189,7 +208,13 @@ def test_paper_grid_is_complete():
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("paper", "n512-k128-none"), ("paper", "n512-twin"), ("small", "n512-k128-layerwise"), ("cpu", None)],
+    [
+        ("paper", "n512-k128-none"),
+        ("paper", "n512-twin"),
+        ("small", "n512-k128-layerwise"),
+        ("cpu", None),
+        *(("english-long", variant) for variant in ("base", "muon", "masks", "wsd", "short")),
+    ],
 )
 def test_shipped_recipes_train(name, variant, corpus, tmp_path):
     tiny = ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "intermediate_size=16"]
