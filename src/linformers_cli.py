@@ -199,6 +199,25 @@ def convert(
 
 
 @app.command()
+def contrast(
+    model: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a pretrained Linformer.")],
+    text: Annotated[
+        list[Path],
+        typer.Argument(exists=True, help="Text to train on, in files or folders; tables may have a column title."),
+    ],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the result.")],
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 250,
+    batch_size: Annotated[int, typer.Option(min=2, help="Documents in a step, each a negative of the others.")] = 48,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
+) -> None:
+    """Train a model's vectors: documents against their titles or spans; run it again to continue after a stop."""
+    from linformers.training import contrast
+
+    settings = contrast.Contrast(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
+    raise typer.Exit(contrast.contrast(model, text, out, settings, console=_console(), command=_command()))
+
+
+@app.command()
 def pretrain(
     recipe: Annotated[Path, typer.Argument(**FILE, help="Recipe file, such as recipes/cpu.yaml.")],
     changes: Annotated[

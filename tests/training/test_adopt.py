@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +24,8 @@ from transformers import (
 
 from linformers import LinformerConfig, files, pooling
 from linformers.convert import from_pretrained
-from linformers.training import adopt, predict, rows
-from linformers.training.contrast import Contrast, ContrastiveTrainer, Pairs, encode_titled
+from linformers.training import adopt, predict, rows, sentences
+from linformers.training.contrast import Contrast
 from linformers.training.distill import Batch, DistillationTrainer
 from linformers.training.trainer import read_metrics
 
@@ -232,8 +231,8 @@ def test_pooling_of_sentence_transformers_comes_along(mode, layout, text, tmp_pa
         (folder / name).write_text(json.dumps(content))
     seen = []
     for name in ("mean_of_real_tokens", "first_real_token"):
-        pool = getattr(adopt, name)
-        monkeypatch.setattr(adopt, name, lambda *inputs, name=name, pool=pool: seen.append(name) or pool(*inputs))
+        pool = getattr(sentences, name)
+        monkeypatch.setattr(sentences, name, lambda *inputs, name=name, pool=pool: seen.append(name) or pool(*inputs))
     convert(folder, out, text)
     assert set(seen) == {"mean_of_real_tokens" if mode == "mean" else "first_real_token"}
     assert json.loads((out / "modules.json").read_text()) == modules
@@ -334,65 +333,6 @@ def test_interrupted_contrastive_training_resumes_after_distillation(text, corpu
         weights = [(tmp_path / f"{own}{end}" / "model.safetensors").read_bytes() for own in ("out", "straight")]
         assert weights[0] == weights[1]
     assert not list(tmp_path.glob("*.contrast")) + list(tmp_path.glob("*.distillation"))
-
-
-def test_pairs_depend_on_seed_and_number_alone():
-    rows = [{"input_ids": np.arange(100, 200), "title": [7, 8]}, {"input_ids": np.arange(50), "title": None}]
-    prefixes = {"document": [2, 4], "query": [2, 5]}
-    first, second = (Pairs(rows * 40, 0, prefixes, [3]) for _ in range(2))
-    titles = 0
-    for index in range(80):
-        pair = first[index]
-        assert all((pair[name] == second[index][name]).all() for name in ("input_ids", "query"))
-        text = rows[index % 2]["input_ids"]
-        assert pair["input_ids"].tolist() == [2, 4, *text, 3]
-        query = pair["query"].tolist()
-        assert (query[:2], query[-1]) == ([2, 5], 3)
-        if query[2:-1] == [7, 8]:
-            titles += 1
-        else:
-            start = query[2] - text[0]
-            assert query[2:-1] == text[start : start + (40 if index % 2 == 0 else 25)].tolist()
-    assert 10 < titles < 30  # of the 40 documents with a title
-    assert len({first[index]["query"].tobytes() for index in range(1, 80, 2)}) > 10
-    other = Pairs(rows * 40, 1, prefixes, [3])
-    assert any(first[index]["query"].tolist() != other[index]["query"].tolist() for index in range(80))
-
-
-def test_the_contrastive_loss_is_infonce_of_all_documents_at_once():
-    vectors = torch.nn.functional.normalize(torch.randn(20, 6), dim=-1)
-
-    class Model(torch.nn.Module):
-        def forward(self, input_ids, attention_mask):
-            return SimpleNamespace(last_hidden_state=vectors[input_ids])
-
-    trainer = SimpleNamespace(pool=pooling.mean_of_real_tokens, temperature=0.1)
-    trainer.vectors = lambda *inputs: ContrastiveTrainer.vectors(trainer, *inputs)
-    documents, queries = torch.arange(10)[:, None], torch.arange(10, 20)[:, None]
-    inputs = {"input_ids": documents, "query_input_ids": queries}
-    inputs |= {"attention_mask": torch.ones_like(documents), "query_attention_mask": torch.ones_like(queries)}
-    scores = vectors[10:] @ vectors[:10].T / 0.1
-    expected = -(scores.log_softmax(1) + scores.log_softmax(0)).diagonal().mean() / 2
-    torch.testing.assert_close(ContrastiveTrainer.compute_loss(trainer, Model(), inputs), expected)
-
-
-def test_titled_documents_in_parts(tmp_path):
-    rows = [{"title": "a title", "text": "abcdefghij" * 2}, {"title": None, "text": "kl"}, {"title": "x", "text": "m"}]
-    encoded = encode_titled([small.write_table(tmp_path / "a.jsonl", rows * 2)], tokenizer(), 12, special=4)
-    letters = ["".join(tokenizer().convert_ids_to_tokens(row["input_ids"])) for row in encoded]
-    assert letters == ["abcdefgh", "ijabcdef", "ghij", "kl"] * 2
-    assert [row["title"] and len(row["title"]) for row in encoded] == [7, None, None, None] * 2
-    with refused("contrast has 1 documents, but it takes at least 4"):
-        encode_titled([small.write_table(tmp_path / "b.jsonl", rows[1:])], tokenizer(), 12, special=4)
-
-
-def test_prompts_of_sentence_transformers(tmp_path):
-    (tmp_path / "modules.json").write_text("[]")
-    (tmp_path / adopt.PROMPTS).write_text(json.dumps({"prompts": {"query": "ab", "passage": "c"}}))
-    prompts = [adopt.SentencePooling(tmp_path).prompt(kind, tokenizer()) for kind in ("query", "document")]
-    assert prompts == [tokenizer().convert_tokens_to_ids(list(own)) for own in ("ab", "c")]
-    (tmp_path / adopt.PROMPTS).unlink()
-    assert adopt.SentencePooling(tmp_path).prompt("query", tokenizer()) == []
 
 
 def test_documents_in_chunks():

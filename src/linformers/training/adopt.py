@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import convert
 from ..checks import make_folder
 from ..errors import UserError
-from ..files import read_json
-from ..pooling import first_real_token, mean_of_real_tokens
 from ..progress import progress
 from .checkpoints import full_tensor
-from .contrast import SPAN, Contrast, encode_titled
-from .contrast import contrast as run_contrast
+from .contrast import LEARNED, Contrast, train_vectors
 from .corpus import open_tokenizer
 from .data import documents, find_files
 from .distill import Settings, clean, encode_documents, rows_hash
 from .distill import distill as run_distillation
 from .predict import BRANCHES, CLASSIFY, FILL_MASK, without_branch
 from .pretrain import describe, model_card, save_model
+from .sentences import SENTENCE_FILES, SentencePooling, special_tokens
 
 # Passages to compare, and the seconds for which a model's speed is measured.
 PASSAGES, SECONDS, BATCH = 24, 4.0, 8
 MASKED = 0.15  # of the tokens, where words are compared
-# The files of a sentence-transformers folder that say how to make a vector of a text.
-PROMPTS = "config_sentence_transformers.json"
-SENTENCE_FILES = ("modules.json", PROMPTS, "sentence_bert_config.json")
 PURPOSES = {
     "LinformerModel": "feature-extraction",
     "LinformerForMaskedLM": FILL_MASK,
@@ -154,13 +147,9 @@ class Conversion:
         return run_distillation(self.converted, self.original, *inputs, **sizes)
 
     def contrast(self, files: Sequence[Path], run: Path, settings: Contrast) -> int:
-        kinds = ("document", "query")
-        prefixes = {kind: [*self.before, *self.pooling.prompt(kind, self.tokenizer)] for kind in kinds}
-        special = max(map(len, prefixes.values())) + len(self.after)
-        rows = encode_titled(files, self.tokenizer, self.n, special)
-        recorded = {"start": self.recorded, "rows": len(rows), "hash": rows_hash(rows)}
-        ends: dict[str, Any] = {"pool": self.pooling.pool, "prefixes": prefixes, "after": self.after}
-        return run_contrast(self.converted, rows, run, settings, recorded, self.console, **ends)
+        recorded = {"start": self.recorded}
+        inputs = (self.pooling, files, run, settings, recorded, self.console)
+        return train_vectors(self.converted, self.tokenizer, *inputs, command="convert")
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of them, which later training does not change."""
@@ -213,65 +202,6 @@ def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], le
     if len(rows) < 2:
         raise UserError(f"text has {len(rows)} passages of {length} tokens, but comparing takes at least 2")
     return [[*before, *row, *after] for row in rows]
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
-    letter = tokenizer("a", return_special_tokens_mask=True)
-    ids, is_special = letter["input_ids"], letter["special_tokens_mask"]
-    return ids[: is_special.index(0)], ids[len(ids) - is_special[::-1].index(0) :]
-
-
-class SentencePooling:
-    """How a folder of sentence-transformers makes a vector of a text; the mean of all tokens for other folders."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder if (folder / "modules.json").exists() else None
-        self.first_token, self.prompts = False, {}
-        if self.folder and (self.folder / PROMPTS).exists():
-            prompts = read_json(self.folder / PROMPTS).get("prompts")
-            self.prompts = prompts if isinstance(prompts, dict) else {}
-        for path in sorted(folder.glob("*_Pooling/config.json")) if self.folder else []:
-            modes = read_json(path)
-            used = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
-            if "pooling_mode" in modes:  # from sentence-transformers 5.4 on
-                used = [f"pooling_mode_{modes['pooling_mode']}"]
-            self.first_token = bool(used) and all("cls" in name for name in used)
-
-    def prompt(self, kind: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The tokens that come before each text of a kind, `"document"` or `"query"`."""
-        prompts = [self.prompts.get(name) for name in ((kind, "passage") if kind == "document" else (kind,))]
-        text = next((prompt for prompt in prompts if isinstance(prompt, str)), "")
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def pool(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-        return (first_real_token if self.first_token else mean_of_real_tokens)(hidden_states, mask)
-
-    def write(self, folder: Path, length: int) -> None:
-        """Copy the description to the folder of a model that reads `length` tokens."""
-        if self.folder is None:
-            return
-        for name in SENTENCE_FILES:
-            if (self.folder / name).exists():
-                shutil.copy(self.folder / name, folder / name)
-        for module in read_modules(self.folder / "modules.json"):
-            path = Path(str(module.get("path", "")))
-            if path.name and path.name == str(path) and (self.folder / path / "config.json").exists():
-                (folder / path).mkdir()
-                shutil.copy(self.folder / path / "config.json", folder / path / "config.json")
-        if (folder / "sentence_bert_config.json").exists():
-            settings = read_json(folder / "sentence_bert_config.json") | {"max_seq_length": length}
-            (folder / "sentence_bert_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def read_modules(path: Path) -> list[dict[str, Any]]:
-    """The modules of a sentence-transformers folder."""
-    modules = None
-    with suppress(UserError):
-        modules = read_json(path)
-    if modules is None or not all(isinstance(module, dict) for module in modules):
-        raise UserError(f"{path} is damaged: it is not a list of modules of sentence-transformers")
-    return modules
 
 
 def source_folder(model: str, revision: str | None) -> Path:
@@ -383,7 +313,7 @@ def card_of(model: str, revision: str | None, converted: PreTrainedModel, report
         weights = "with whose weights it started, then distilled from it"
     if "before contrastive training" in report:
         weights = weights.replace("whose weights it has", "with whose weights it started")
-        weights += f", then trained to tell a document from others by its title or {SPAN} tokens of it"
+        weights += f", then {LEARNED}"
     text = f"""\
 Converted from `{model}`{at}, {weights}.
 Agreement on passages that the original can read:

@@ -1,12 +1,13 @@
-"""Contrastive training: an encoder learns to tell a whole document from others by its title or by a span of it.
+"""`linformers contrast`, which is also a part of `linformers convert`: contrastive training of vectors of documents.
 
-The loss is InfoNCE (van den Oord et al., 2018) in both directions; the other documents of a batch are the negatives.
+An encoder learns to tell a whole document from others by its title or by a span of it. The loss is InfoNCE (van den
+Oord et al., 2018) in both directions; the other documents of a batch are the negatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import tee
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,23 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checks import check_positive, check_size
+from .. import LinformerConfig, LinformerForMaskedLM, LinformerModel
+from ..checks import check_model, check_positive, check_size, make_folder
 from ..errors import UserError
-from .data import titled_documents
-from .distill import run_stage, token_ids
-from .rows import EpochOrder, collate
-from .trainer import ExactTrainer
+from .checkpoints import load_whole, model_hash
+from .data import find_files, titled_documents
+from .distill import clean, rows_hash, run_stage, token_ids
+from .pretrain import describe, model_card, save_model
+from .rows import EpochOrder, collate, load_tokenizer
+from .sentences import SentencePooling, special_tokens, write_mean_pooling
+from .trainer import ExactTrainer, read_metrics
 
 SPAN = 40  # tokens of a span
 AT_ONCE = 8  # documents whose activations are held in memory
 LEAST = 4  # documents: two to train on and two to validate with
+
+LEARNED = f"trained to tell a document from others by its title or {SPAN} tokens of it"
+CLASSES: dict[str, Any] = {own.__name__: own for own in (LinformerModel, LinformerForMaskedLM)}
 
 Pool = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -135,23 +143,38 @@ def encode_titled(
     return rows
 
 
-def contrast(
+def train_vectors(
     student: PreTrainedModel,
-    rows: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    pooling: SentencePooling,
+    files: Sequence[Path],
     run: Path,
     settings: Contrast,
     recorded: dict[str, Any],
     console: Console,
     *,
-    pool: Pool,
-    prefixes: Mapping[str, Sequence[int]],
-    after: Sequence[int],
+    command: str,
 ) -> int:
-    """Train in the folder `run`, where an interrupted run resumes; returns an exit code, see `trainer.train`."""
+    """Train an encoder in the folder `run`, where an interrupted run resumes; returns an exit code.
+
+    Args:
+        student: an encoder without a head.
+        tokenizer: of the student.
+        pooling: makes vectors of hidden states, and has prompts.
+        files: text to train on.
+        run: a folder for checkpoints.
+        settings: how to train.
+        recorded: what identifies the student.
+        console: where progress is shown.
+        command: `"contrast"` or `"convert"`.
+    """
+    before, after = special_tokens(tokenizer)
+    prefixes = {kind: [*before, *pooling.prompt(kind, tokenizer)] for kind in ("document", "query")}
+    length = student.config.max_position_embeddings
+    rows = encode_titled(files, tokenizer, length, max(map(len, prefixes.values())) + len(after))
 
     def collate_pairs(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        options = {"pad_token_id": student.config.pad_token_id or 0}
-        options["max_length"] = student.config.max_position_embeddings
+        options = {"pad_token_id": student.config.pad_token_id or 0, "max_length": length}
         queries = collate([{"input_ids": pair["query"], "label": 0} for pair in pairs], **options)
         return collate(pairs, **options) | {f"query_{name}": queries[name] for name in ("input_ids", "attention_mask")}
 
@@ -161,8 +184,53 @@ def contrast(
         order = EpochOrder(training, settings.seed, settings.steps * batch, batch)
         sets = [Pairs(own, settings.seed, prefixes, after) for own in (order, eval_dataset)]
         options = {"data_collator": collate_pairs, "train_dataset": sets[0], "eval_dataset": sets[1]}
-        return ContrastiveTrainer(student, pool, settings.temperature, **options, **common)
+        return ContrastiveTrainer(student, pooling.pool, settings.temperature, **options, **common)
 
-    return run_stage(
-        "contrastive training", make_trainer, student, rows, run, settings, recorded, console, least_held_out=2
-    )
+    recorded = {**recorded, "rows": len(rows), "hash": rows_hash(rows)}
+    inputs = (student, rows, run, settings, recorded, console)
+    return run_stage("contrastive training", make_trainer, *inputs, least_held_out=2, command=command)
+
+
+def contrast(
+    model: Path, text: Sequence[Path], out: Path, settings: Contrast, *, console: Console, command: str
+) -> int:
+    """Train the vectors of a Linformer, with or without a masked-language-modeling head, and write it to a new folder.
+
+    Training runs in a folder beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    check_model("model", model)
+    name = (LinformerConfig.from_pretrained(model).architectures or ["LinformerModel"])[0]
+    if name not in CLASSES:
+        raise UserError(f"model={str(model)!r} is a {name}, but contrast trains a {' or a '.join(CLASSES)}")
+    tokenizer, found = load_tokenizer(model), find_files(text, "text")
+    make_folder("out", out.parent)
+    network = load_whole(CLASSES[name], model, dtype=torch.float32)
+    pooling, run, config = SentencePooling(model), out.with_name(f"{out.name}.contrast"), network.config
+    start = {"model": str(model), "sha256": model_hash(model)}
+    inputs = (pooling, found, run, settings, {"start": start}, console)
+    if code := train_vectors(network.base_model, tokenizer, *inputs, command="contrast"):
+        return code
+
+    def add_pooling(folder: Path) -> None:
+        if pooling.folder is None:
+            write_mean_pooling(folder, config.max_position_embeddings, config.hidden_size)
+        else:
+            pooling.write(folder, config.max_position_embeddings)
+
+    scores = [entry["error"] for entry in read_metrics(run) if "error" in entry]
+    masks = "The masked-language-modeling head is as it was; the encoder below it has changed, so it predicts worse.\n"
+    lines = f"""\
+Started from `{model}` (sha256 `{start["sha256"]}`), then {LEARNED}.
+
+- InfoNCE loss of held-out documents: {scores[0]:.3f} after {settings.steps // 5 or 1} steps, \
+{scores[-1]:.3f} after {settings.steps:,}
+- Settings: {", ".join(f"{key}={value}" for key, value in asdict(settings).items())}
+
+{masks if name != "LinformerModel" else ""}"""
+    card = model_card("feature-extraction", describe(config), lines, command)
+    save_model(out, network, network.state_dict(), tokenizer, card, add_pooling)
+    clean(run)
+    console.print(f"model in {out}", markup=False, highlight=False)
+    return 0

@@ -293,6 +293,7 @@ def run_stage(
     recorded: dict[str, Any],
     console: Console,
     least_held_out: int = 1,
+    command: str = "convert",
 ) -> int:
     """Train a student in the folder `run`, where an interrupted run resumes; returns an exit code, see `trainer.train`.
 
@@ -306,10 +307,11 @@ def run_stage(
         recorded: what identifies the run besides its settings.
         console: where progress is shown.
         least_held_out: the fewest rows to hold out.
+        command: to which the run belongs.
     """
     make_folder("out", run)
     with checkpoints.locked(run):
-        checkpoints.claim(run, "convert", {**recorded, **asdict(settings)})
+        checkpoints.claim(run, command, {**recorded, **asdict(settings)})
         set_seed(settings.seed)
         order = np.random.default_rng(settings.seed).permutation(len(rows))
         held_out = max(least_held_out, min(MOST_HELD_OUT, int(len(rows) * HELD_OUT)))
