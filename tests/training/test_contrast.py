@@ -64,7 +64,7 @@ def test_it_lowers_the_loss_and_keeps_the_head(corpus, tmp_path, monkeypatch):
     errors = [entry["error"] for entry in metrics if "error" in entry]
     assert len(errors) == 5
     assert errors[-1] < 0.8 * errors[0]
-    assert f"{errors[-1]:.3f} after 20" in (out / "README.md").read_text()
+    assert f"{errors[-1]:.3f} (step 20)" in (out / "README.md").read_text()
     assert manifests.damage(out) is None
     before, after = (AutoModelForMaskedLM.from_pretrained(own) for own in (folder, out))
     assert type(after) is LinformerForMaskedLM

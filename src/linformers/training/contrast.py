@@ -219,13 +219,12 @@ def contrast(
         else:
             pooling.write(folder, config.max_position_embeddings)
 
-    scores = [entry["error"] for entry in read_metrics(run) if "error" in entry]
+    scores = {entry["step"]: entry["error"] for entry in read_metrics(run) if "error" in entry}
     masks = "The masked-language-modeling head is as it was; the encoder below it has changed, so it predicts worse.\n"
     lines = f"""\
 Started from `{model}` (sha256 `{start["sha256"]}`), then {LEARNED}.
 
-- InfoNCE loss of held-out documents: {scores[0]:.3f} after {settings.steps // 5 or 1} steps, \
-{scores[-1]:.3f} after {settings.steps:,}
+- InfoNCE loss of held-out documents: {", ".join(f"{own:.3f} (step {step:,})" for step, own in scores.items())}
 - Settings: {", ".join(f"{key}={value}" for key, value in asdict(settings).items())}
 
 {masks if name != "LinformerModel" else ""}"""

@@ -272,11 +272,12 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     card: str,
     add: Callable[[Path], None] = lambda unfinished: None,
+    max_file: int = 50 * 10**9,
 ) -> None:
-    """Write the folder of a model; `add` writes further files to it."""
+    """Write the folder of a model, its weights in files of `max_file` bytes; `add` writes further files to it."""
 
     def fill(unfinished: Path) -> None:
-        model.save_pretrained(unfinished, state_dict=weights)
+        model.save_pretrained(unfinished, state_dict=weights, max_shard_size=max_file)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         add(unfinished)

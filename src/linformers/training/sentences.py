@@ -92,6 +92,5 @@ def write_mean_pooling(folder: Path, length: int, size: int) -> None:
         "sentence_bert_config.json": {"max_seq_length": length, "do_lower_case": False},
     }
     (folder / "1_Pooling").mkdir()
-    (folder / "2_Normalize").mkdir()
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")

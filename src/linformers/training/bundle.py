@@ -1,0 +1,49 @@
+"""A model to ship with a package: bfloat16, in files small enough for any repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .. import LinformerConfig, modeling
+from ..checks import check_model
+from ..errors import UserError
+from .adopt import PURPOSES
+from .checkpoints import load_whole
+from .pretrain import save_model
+from .rows import load_tokenizer
+from .sentences import SentencePooling
+
+MAX_FILE = 16_000_000  # bytes of a file of weights
+HEADER = 100_000  # of which its header may have so many
+
+
+def bundle(model: Path, out: Path) -> None:
+    """Write a copy of a model whose weights are rounded to bfloat16, in files of at most `MAX_FILE` bytes.
+
+    The copy loads in float32: most updates of a fine-tuning are too small for bfloat16.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    check_model("model", model)
+    config = LinformerConfig.from_pretrained(model)
+    name = (config.architectures or ["LinformerModel"])[0]
+    if name not in PURPOSES:
+        raise UserError(f"model={str(model)!r} is of the class {name!r}, which linformers does not have")
+    network = load_whole(getattr(modeling, name), model, dtype=torch.float32)
+    parameters = dict(network.named_parameters())  # tied ones once
+    large = [name for name, own in parameters.items() if 2 * own.numel() > MAX_FILE - HEADER]
+    if large:
+        raise UserError(f"model={str(model)!r} has {large[0]}, which alone takes more than {MAX_FILE:,} bytes")
+    weights = {name: own.detach().to(torch.bfloat16) for name, own in parameters.items()}
+    card, pooling = model / "README.md", SentencePooling(model)
+    save_model(
+        out,
+        network,
+        weights,
+        load_tokenizer(model),
+        card.read_text(encoding="utf-8") if card.exists() else "",
+        lambda folder: pooling.write(folder, config.max_position_embeddings),
+        max_file=MAX_FILE - HEADER,
+    )
