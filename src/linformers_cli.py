@@ -67,6 +67,7 @@ Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")
 Sharing = Annotated[
     str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
 ]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.", show_default="4096, or 65536 on a GPU")]
 Out = Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder.")]
 
 
@@ -231,6 +232,55 @@ def finetune(
 
     options["model"] = model or shipped.ENGLISH
     raise typer.Exit(finetune.finetune(**options, console=_console(), command=_command()))
+
+
+@app.command()
+def embed(
+    files: Annotated[
+        list[Path], typer.Argument(exists=True, help="Files or folders of text, jsonl, csv or parquet; in this order.")
+    ],
+    out: Annotated[Path, typer.Option(help="New .npy file (ids and a description appear beside it) or .parquet file.")],
+    model: StartModel = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="mean, or cls for the first token.", show_default="what the model's folder says")
+    ] = None,
+    normalize: Annotated[bool, typer.Option(help="Give vectors length 1.")] = True,
+    prompt: Annotated[
+        str, typer.Option(help="What precedes each text: document, query, none, or a name in the model's folder.")
+    ] = "document",
+    late_chunks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="SIZE", help="A vector for each SIZE tokens, after the whole document was read."),
+    ] = None,
+    text: Annotated[str, typer.Option(help="Column of tables that holds the text.")] = "text",
+    id: Annotated[str, typer.Option(help="Column of tables that holds an id, if there is one.")] = "id",
+    tokens: Tokens = None,
+    precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
+    compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (if worthwhile).")] = "auto",
+) -> None:
+    """Turn documents of any length into vectors; run it again to continue after a stop."""
+    options = {**locals()}
+    from linformers.training import embed
+
+    embed.embed_files(options.pop("files"), **options, console=_console(), command=_command())
+
+
+@app.command()
+def search(
+    vectors: Annotated[Path, typer.Argument(**FILE, help="File of linformers embed.")],
+    query: Annotated[str, typer.Argument(help="What to look for, in words.")],
+    model: Annotated[
+        Path | None, typer.Option(**FOLDER, help="Folder of the model.", show_default="the model of the vectors")
+    ] = None,
+    best: Annotated[int, typer.Option(min=1, help="Number of documents to show.")] = 5,
+    passages: Annotated[bool, typer.Option(help="Show the best passage of each document.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per document.")] = False,
+) -> None:
+    """Find the documents whose vectors are nearest to a query, each with its best passage."""
+    options = {**locals()}
+    from linformers.training import search
+
+    search.search(options.pop("vectors"), **options, console=_console())
 
 
 @app.command()
