@@ -418,8 +418,8 @@ def _join(
     paths = [block_path(folder, number) for number in range(blocks)]
     counts = {"rows": 0, "documents": 0, "tokens": 0, "in_parts": 0, "empty": 0}
     for path in paths:
-        table = pyarrow.parquet.read_table(path, columns=[n for n in ("chunk", "tokens", "parts") if n])
-        columns = {name: table.column(name).to_numpy() for name in table.column_names}
+        table = pyarrow.parquet.ParquetFile(path).read()
+        columns = {name: table.column(name).to_numpy() for name in table.column_names if name not in ("id", "vector")}
         first = columns.get("chunk", np.zeros(len(table), np.int64)) == 0
         counts["rows"] += len(table)
         counts["documents"] += int(first.sum())
@@ -438,14 +438,14 @@ def _join(
         schema = pyarrow.parquet.read_schema(paths[0]).with_metadata({INFO: json.dumps(info)})
         with pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
             for path in paths:
-                writer.write_table(pyarrow.parquet.read_table(path).replace_schema_metadata(schema.metadata))
+                writer.write_table(pyarrow.parquet.ParquetFile(path).read().replace_schema_metadata(schema.metadata))
     else:
         ids, description = paths_beside(out)
         shape = (counts["rows"], info["dimension"])
         array, row = np.lib.format.open_memmap(unfinished, "w+", np.float32, shape), 0
         with (lines := ids.with_name(f".{ids.name}.unfinished")).open("w", encoding="utf-8") as file:
             for path in paths:
-                table = pyarrow.parquet.read_table(path)
+                table = pyarrow.parquet.ParquetFile(path).read()
                 array[row : row + len(table)] = values_of(table)
                 row += len(table)
                 for entry in table.drop_columns("vector").to_pylist():
