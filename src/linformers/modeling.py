@@ -289,6 +289,10 @@ class LinformerPreTrainedModel(PreTrainedModel):
             remove_older_weights(Path(save_directory))
             write_manifest(Path(save_directory), MODEL_FILES)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing; see `LinformerConfig`."""
+
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_spans(count, room):
     for start, stop, (first, last) in found:
         assert 0 <= start <= first < last <= stop <= count
         assert stop - start <= room
-    for (_, stop, _), (start, _, _) in zip(found, found[1:], strict=False):
+    for (_, stop, _), (start, _, _) in pairwise(found):
         assert stop - start >= room // 8
     assert len({stop - start for start, stop, _ in found}) == 1
     assert list(spans(0, room)) == []
