@@ -286,19 +286,25 @@ def search(
 @app.command()
 def predict(
     file: Annotated[
-        Path | None, typer.Argument(**FILE, help="File with one text per line.", show_default="standard input")
+        Path | None,
+        typer.Argument(**FILE, help="Table, or file with a text in each line.", show_default="standard input"),
     ] = None,
     model: StartModel = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New .jsonl, .csv or .parquet file.", show_default="standard output, as JSON lines"),
+    ] = None,
+    text: Annotated[str, typer.Option(help="Text column of a table; two columns separated by a comma.")] = "text",
     pairs: Annotated[bool, typer.Option("--pairs", help="Each line holds two texts separated by a tab.")] = False,
     best: Annotated[int, typer.Option(min=1, help="Number of guesses for a mask.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
+    tokens: Tokens = None,
 ) -> None:
-    """Label each line of text, or fill in its <mask>, and print one JSON object per line."""
+    """Label each text, or fill in its <mask>."""
     from linformers import shipped
     from linformers.training import predict
 
-    _quiet()
-    predict.predict(model or shipped.ENGLISH, file, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
+    options: dict[str, Any] = {"text": text, "pairs": pairs, "best": best, "tokens": tokens}
+    predict.predict(model or shipped.ENGLISH, file, out or sys.stdout, **options, console=_console(stderr=True))
 
 
 @app.command()
