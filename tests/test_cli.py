@@ -60,6 +60,10 @@ finally:
         *((f"{own} --out=", 2, "'' must be a folder") for own in ("prepare .", "choose-k bert")),
         ("predict nowhere.txt", 2, "nowhere.txt"),
         ("predict --model nowhere", 2, "nowhere"),
+        ("embed nowhere.txt --out x.npy", 2, "nowhere.txt"),
+        ("embed .", 2, "--out"),
+        ("search nowhere.npy words", 2, "nowhere.npy"),
+        ("resize nowhere --length 8 --out x", 2, "nowhere"),
         ("pretrain nowhere.yaml", 2, "nowhere.yaml"),
         ("prepare nowhere.txt --out x", 2, "nowhere.txt"),
         ("prepare . --out x --validation nowhere.csv", 2, "nowhere.csv"),
@@ -150,7 +154,7 @@ def test_an_interrupt_during_the_imports_needs_no_traceback(tmp_path, module, co
 
 
 def test_closed_output_ends_a_command_quietly(tmp_path):
-    command = [sys.executable, "-m", "linformers", "predict", "--batch-size", "1"]
+    command = [sys.executable, "-m", "linformers", "predict", "--tokens", "1"]
     closed = subprocess.run([*command, __file__], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
     assert (closed.returncode, closed.stderr.count("\n")) == (2, 1)
     assert closed.stderr.startswith("error: standard output is closed")

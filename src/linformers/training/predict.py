@@ -33,7 +33,7 @@ from .rows import IGNORED, Vocabulary, already_batched, load_tokenizer
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
 BLANK = "the {} is blank"
-PREDICTED = "predicted_"  # before the name of an answer, if the table has a column of that name
+PREDICTED = "predicted_"  # before the names of answers, if the table has a column of one of them
 BRANCHES = ("projected", "window")
 
 
@@ -64,8 +64,8 @@ def predict(
         model: its folder.
         file: a table (jsonl, csv, tsv, parquet), or lines.
         out: a stream, which gets JSON objects, or a new file that ends in .jsonl, .csv or .parquet. The answers are
-            columns of the table: `label` and `score`, or `guesses` for a mask, with `predicted_` before a name that
-            the table has; and `error`, for a row that is blank or wrong.
+            columns of the table: `label` and `score`, or `guesses` for a mask, and `error` for a row that is blank or
+            wrong; `predicted_label` and so on if the table has a column of one of these names.
         text: the column of a table that holds the text, or two separated by a comma.
         pairs: whether a line has two texts separated by a tab.
         best: the number of guesses for a mask.
@@ -87,21 +87,25 @@ def predict(
         raise UserError("pairs has no effect on a table: name two columns of texts, separated by a comma")
     predictor = Predictor(model, best, tokens, pairs or text.count(",") == 1)
     writing = open_output(out, file) if isinstance(out, Path) else nullcontext(JsonLines(out))
-    with writing as writer:
+    with writing as writer, nullcontext(sys.stdin) if file is None or is_table else open_text(file) as opened:
         if is_table:
             assert file is not None
-            predictor.run(table_of(file, text), writer, console)
-            return
-        with open_text(file) if file else nullcontext(sys.stdin) as opened:
-            predictor.run(lines_of(_lines(opened, str(file or "standard input")), pairs), writer, console)
+            rows = table_of(file, text)
+        else:
+            rows = lines_of(_lines(opened, str(file or "standard input")), pairs)
+        wrong = predictor.run(rows, writer, console)
+    refuse_wrong(wrong)
 
 
 def predict_lines(model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, **options: Any) -> None:
     """Write a JSON object for each line; see `predict`."""
-    console = Console(quiet=True)
-    Predictor(model, options.pop("best", 5), options.pop("tokens", None), pairs, **options).run(
-        lines_of(lines, pairs), JsonLines(out), console
-    )
+    predictor = Predictor(model, pairs=pairs, **options)
+    refuse_wrong(predictor.run(lines_of(lines, pairs), JsonLines(out), Console(quiet=True)))
+
+
+def refuse_wrong(errors: list[str]) -> None:
+    if errors:
+        raise UserError(errors[0] + (f"; {len(errors) - 1} more with errors" if len(errors) > 1 else ""))
 
 
 def _lines(file: TextIO, name: str) -> Iterator[str]:
@@ -160,8 +164,8 @@ class Predictor:
         self.network = load_model(model, purpose)
         self.encoder = TextEncoder(self.tokenizer, self.tokenizer.model_max_length)
 
-    def run(self, rows: Iterable[Row], writer: Any, console: Console) -> None:
-        """Write the answer of each row, in order; at the end, raise the first error."""
+    def run(self, rows: Iterable[Row], writer: Any, console: Console) -> list[str]:
+        """Write the answer of each row, in order; returns the errors of rows that are not blank."""
         wrong: list[str] = []
         count = LongTexts(self.encoder.max_length)
         checked = rows if self.classifies else map(self._check_mask, rows)
@@ -177,8 +181,7 @@ class Predictor:
             writer.write(found)
         if note := str(count):
             console.print(note, highlight=False, markup=False, soft_wrap=True)
-        if wrong:
-            raise UserError(wrong[0] + (f"; {len(wrong) - 1} more with errors" if len(wrong) > 1 else ""))
+        return wrong
 
     def _labels(self, block: Block) -> Iterator[dict[str, Any]]:
         """The best label of each text with its score, as in a pipeline; nothing for a text without tokens."""
@@ -245,13 +248,13 @@ class LongTexts:
         self.cut += sum(tokens.cut for tokens in block.tokens)
 
     def __str__(self) -> str:
-        of = f"of {self.texts:,} texts are longer than the model's n={self.max_length:,} tokens"
-        notes = (
-            [f"{self.in_parts:,} {of}: read in overlapping parts, whose answers are merged"] if self.in_parts else []
-        )
+        longer = f"are longer than n={self.max_length:,} tokens"
         if self.cut:
-            notes.append(f"{self.cut:,} {of.replace('texts', 'pairs of texts')}: the longer text of each was cut")
-        return "; ".join(notes)
+            return f"{self.cut:,} of {self.texts:,} pairs of texts {longer}: the longer text of each was cut"
+        if self.in_parts:
+            answers = "read in overlapping parts, whose answers are merged"
+            return f"{self.in_parts:,} of {self.texts:,} texts {longer}: {answers}"
+        return ""
 
 
 @torch.inference_mode()
@@ -329,12 +332,17 @@ def names_of(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
     """The columns of a table with answers."""
     own = list(dict.fromkeys(name for row, _ in rows for name in row))
     answers = ["guesses"] if any("guesses" in answer for _, answer in rows) else ["label", "score"]
-    return own + [PREDICTED + name if name in own else name for name in (*answers, "error")]
+    return own + [prefix_of(own) + name for name in (*answers, "error")]
 
 
 def merged(row: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     columns, answer = row
-    return {**columns, **{PREDICTED + name if name in columns else name: value for name, value in answer.items()}}
+    return {**columns, **{prefix_of(columns) + name: value for name, value in answer.items()}}
+
+
+def prefix_of(columns: Iterable[str]) -> str:
+    """What precedes the names of the answers."""
+    return PREDICTED if {"label", "score", "guesses", "error"} & {*columns} else ""
 
 
 @contextmanager
