@@ -327,6 +327,20 @@ def evaluate(
 
 
 @app.command()
+def resize(
+    model: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a model.")],
+    length: Annotated[int, typer.Option(min=1, help="Longest input of the result, n.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the result.")],
+    projected: Annotated[int | None, typer.Option(min=1, help="Projected length k.", show_default="as it is")] = None,
+) -> None:
+    """Make a model accept longer (or only shorter) input."""
+    options = {**locals()}
+    from linformers.training import resize
+
+    resize.resize(**options, console=_console(), command=_command())
+
+
+@app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a model or checkpoint.")],
     accept: Annotated[

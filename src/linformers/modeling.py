@@ -414,7 +414,7 @@ class LinformerModel(LinformerPreTrainedModel):
             check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], "ids")
         if tokens.shape[1] > self.config.max_position_embeddings:
             longer = self.config.next_valid_length(tokens.shape[1])
-            remedy = f"lengthen the model: model.resize_length({longer}), or linformers finetune --max-length {longer}"
+            remedy = f"lengthen the model: model.resize_length({longer}), or linformers resize DIR --length {longer}"
             refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, remedy)
 
 
