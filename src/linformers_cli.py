@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 try:
+    import click
     import typer
     from typer.core import TyperGroup
 except KeyboardInterrupt:
@@ -77,6 +78,11 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if error.option_name != "--device":
+                raise
+            hint = f"{error.message} A GPU is used where there is one; CUDA_VISIBLE_DEVICES= hides it."
+            raise click.NoSuchOption(error.option_name, hint, ctx=error.ctx) from None
         except BrokenPipeError:  # the reader of our output, such as head, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
             raise typer.Exit(128 + 13) from None  # as if SIGPIPE had ended it
@@ -219,7 +225,10 @@ def finetune(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
     epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", "--lr", help="Peak learning rate.", show_default="what fits the model's size"),
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Maximum tokens per text; 0 for the model's maximum.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
     compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (if worthwhile).")] = "auto",

@@ -60,6 +60,8 @@ finally:
         *((f"{own} --out=", 2, "'' must be a folder") for own in ("prepare .", "choose-k bert")),
         ("predict nowhere.txt", 2, "nowhere.txt"),
         ("predict --model nowhere", 2, "nowhere"),
+        ("predict --device cpu", 2, "CUDA_VISIBLE_DEVICES= hides it"),
+        ("finetune sst2 --lr x", 2, "--lr"),
         ("embed nowhere.txt --out x.npy", 2, "nowhere.txt"),
         ("embed .", 2, "--out"),
         ("search nowhere.npy words", 2, "nowhere.npy"),
