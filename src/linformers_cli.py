@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 try:
-    import click
     import typer
     from typer.core import TyperGroup
 except KeyboardInterrupt:
@@ -78,15 +77,12 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except click.NoSuchOption as error:
-            if error.option_name != "--device":
-                raise
-            hint = f"{error.message} A GPU is used where there is one; CUDA_VISIBLE_DEVICES= hides it."
-            raise click.NoSuchOption(error.option_name, hint, ctx=error.ctx) from None
         except BrokenPipeError:  # the reader of our output, such as head, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
             raise typer.Exit(128 + 13) from None  # as if SIGPIPE had ended it
         except Exception as error:
+            if getattr(error, "option_name", None) == "--device":
+                typer.echo("A GPU is used where there is one; CUDA_VISIBLE_DEVICES= hides it.", err=True)
             errors = sys.modules.get("linformers.errors")  # not loaded: the command line itself was wrong
             sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
             if sentence is None:
