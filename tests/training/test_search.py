@@ -81,6 +81,19 @@ def test_printed_answers(random, tmp_path, capsys):
     assert capsys.readouterr().out == f"1. {best['id']}  {best['score']:.3f}\n"
 
 
+def test_relative_names_are_found_from_elsewhere(random, tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(TEXTS[0])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    table(Path("b.csv"), TEXTS[1:3])
+    out = run([Path("in"), Path("b.csv")], tmp_path / "out.npy", model=random)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    entries = found(out)
+    assert {entry["id"] for entry in entries} == {"in/a.txt", "b.csv:1", "b.csv:2"}
+    assert all(entry["passage"] for entry in entries)
+
+
 def test_documents_that_are_gone_or_changed_have_no_passage(random, tmp_path):
     source = table(tmp_path / "a.jsonl", id=list("abcdefghij"))
     out = run(source, tmp_path / "out.npy", model=random)

@@ -305,8 +305,13 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _inputs(documents: Documents) -> dict[str, Any]:
-    sources = [str(source.resolve()) for source in documents.sources]
-    return {"sources": sources, "text_column": documents.text_column, "id_column": documents.id_column}
+    sources = [str(source) for source in documents.sources]  # ids have their names
+    return {
+        "folder": str(Path.cwd()),
+        "sources": sources,
+        "text_column": documents.text_column,
+        "id_column": documents.id_column,
+    }
 
 
 def block_path(folder: Path, number: int) -> Path:
@@ -335,18 +340,17 @@ def _write_blocks(
         stoppable(console, lambda: f"stopped after {read:,} documents; run the command again to continue"),
         progress(console if rank == 0 else Console(quiet=True)) as bars,
     ):
-        task = bars.add_task("%", total=100, detail="")
+        task = bars.add_task("percent", total=100, detail="")
         for block in embedder.encoder.read(documents, embedder.batch_tokens, wanted):
             characters, length = sum(len(text.text) for text in block.texts), sum(len(part.ids) for part in block.parts)
 
-            def report(tokens: int, scale: float = characters / max(1, length)) -> None:
-                meter.add(tokens, tokens * scale)
+            def report(tokens: int, block: Block = block, characters: int = characters, length: int = length) -> None:
+                meter.add(tokens, tokens / length * characters, tokens / length * len(block.texts))
                 bars.update(task, completed=meter.percent(), detail=meter.detail())
 
             if block.tokens:
                 vectors = embedder.vectors(block, report)
                 _write_block(block_path(folder, block.number), block, vectors, hashes[block.number], embedder.settings)
-                meter.documents += len(block.texts)
             else:
                 meter.skip(characters)
             blocks, read = block.number + 1, block.start + len(block.texts)
@@ -359,10 +363,14 @@ class Meter:
     """How much was read, how fast."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.done, self.tokens, self.documents, self.began = total, 0.0, 0, 0, time.perf_counter()
+        self.total, self.done, self.tokens, self.documents, self.began = total, 0.0, 0, 0.0, time.perf_counter()
 
-    def add(self, tokens: int, characters: float) -> None:
-        self.tokens, self.done = self.tokens + tokens, self.done + characters
+    def add(self, tokens: int, characters: float, documents: float) -> None:
+        self.tokens, self.done, self.documents = (
+            self.tokens + tokens,
+            self.done + characters,
+            self.documents + documents,
+        )
 
     def skip(self, characters: int) -> None:
         self.done += characters

@@ -32,6 +32,7 @@ KEYS = (
     "rows",
     "documents",
     "pooling",
+    "folder",
     "sources",
     "text_column",
     "id_column",
@@ -198,8 +199,11 @@ def _texts(index: Index, wanted: dict[int, str]) -> dict[int, str]:
     """The texts of documents by their numbers, if they can be read and still have the same ids."""
     info = index.info
     try:
-        documents = Documents(info["sources"], info["text_column"], info["id_column"])
+        folder = Path(info["folder"])  # where the command ran
+        sources = [folder / source for source in info["sources"]]
+        documents = Documents(sources, info["text_column"], info["id_column"])
         some = islice(enumerate(documents), max(wanted, default=-1) + 1)
-        return {number: own.text for number, own in some if wanted.get(number) == own.id}
+        found = {number: own for number, own in some if number in wanted}
+        return {n: own.text for n, own in found.items() if own.id in (wanted[n], str(folder / wanted[n]))}
     except UserError:  # the vectors are there, but the documents are gone
         return {}
