@@ -200,10 +200,14 @@ def inputs_of(batch: Sequence[Part], pad_token_id: int, max_length: int, device:
     inputs = {"input_ids": torch.from_numpy(ids)}
     if (lengths < width).any():
         inputs["attention_mask"] = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
-    return {
-        name: (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
-        for name, tensor in inputs.items()
-    }
+    return {name: upload(tensor, device) for name, tensor in inputs.items()}
+
+
+def upload(tensor: Tensor, device: Any) -> Tensor:
+    """A copy on the device, for which the host does not wait."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def default_tokens() -> int:

@@ -28,7 +28,7 @@ from ..progress import progress, stoppable
 from ..provenance import sentence
 from ..shipped import ENGLISH
 from . import checkpoints
-from .batches import Block, Part, TextEncoder, batches_of, default_tokens, inputs_of
+from .batches import Block, Part, TextEncoder, batches_of, default_tokens, inputs_of, upload
 from .documents import Document, Documents
 from .recipe import COMPILE, PRECISIONS
 from .rows import load_tokenizer
@@ -90,6 +90,8 @@ class Embedder:
         self.batch_tokens = settings.tokens or default_tokens()
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)  # Triton launches kernels on the current one
         bf16 = settings.precision == "bf16" or (
             settings.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported()
         )
@@ -204,10 +206,10 @@ class Embedder:
 
 def _weighted_sums(hidden: torch.Tensor, weights: np.ndarray, rows: np.ndarray) -> torch.Tensor:
     """The weighted sums of hidden states (b, n, d) by row, (b, rows, d); a product of matrices, so deterministic."""
-    own = torch.from_numpy(weights).to(hidden.device)[:, None]  # (b, 1, n)
+    own = upload(torch.from_numpy(weights), hidden.device)[:, None]  # (b, 1, n)
     if (count := int(rows.max()) + 1) > 1:
         places = torch.arange(count, device=hidden.device)[:, None]
-        own = own * (torch.from_numpy(rows).to(hidden.device)[:, None] == places)
+        own = own * (upload(torch.from_numpy(rows), hidden.device)[:, None] == places)
     return own @ hidden.float()
 
 
@@ -220,6 +222,7 @@ def embed(texts: Sequence[str], model: str | Path | None = None, **settings: Any
         **settings: fields of `training.embed.Settings`: `pooling`, `normalize`, `prompt` (`"query"` for queries),
             `late_chunks` (a list with the vectors of each text's chunks), `tokens`, `precision`, `compile`.
     """
+    texts = texts if isinstance(texts, str) else list(texts)
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise UserError("texts must be a list of strings")
     known = list(Settings.__dataclass_fields__)

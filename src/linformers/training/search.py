@@ -32,6 +32,7 @@ KEYS = (
     "rows",
     "documents",
     "pooling",
+    "late_chunks",
     "folder",
     "sources",
     "text_column",
