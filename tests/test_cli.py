@@ -304,6 +304,16 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     (tmp_path / "lines.txt").write_text("the fox\na dog\n", encoding="utf-8-sig")
     answers = run("predict", "--model", tuned / "model", tmp_path / "lines.txt").splitlines()
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
+    run("predict", task, "--model", tuned / "model", "--out", tmp_path / "answers.csv", "--tokens", 64)
+    assert (tmp_path / "answers.csv").read_text().startswith("text,label,predicted_label,predicted_score,predicted_")
+    vectors = tmp_path / "vectors.npy"
+    assert "120 vectors of 120 documents" in run("embed", tmp_path / "text.jsonl", "--model", model, "--out", vectors)
+    assert np.load(vectors).shape == (120, 16)
+    assert run("search", vectors, "a lazy dog", "--best", 2).startswith(f"1. {tmp_path / 'text.jsonl'}:")
+    run("resize", model, "--length", 64, "--out", tmp_path / "longer")
+    assert AutoConfig.from_pretrained(tmp_path / "longer").max_position_embeddings == 64
+    assert main(monkeypatch, "search", vectors, "a dog", "--model", tmp_path / "longer") == 2
+    assert "was made with another model" in capsys.readouterr().err
     assert json.loads(run("evaluate", "--model", model, "--data", corpus))["perplexity"] > 1
     assert run("verify", model).count(" is intact\n") == len(list(model.iterdir())) - 2  # not the card and the manifest
     assert 0 <= json.loads(run("evaluate", "--model", tuned / "model", "--task", task))["accuracy"] <= 100
