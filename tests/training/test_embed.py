@@ -295,6 +295,14 @@ def test_a_stopped_run_continues(random, tmp_path, monkeypatch):
         run(source, outs[1], model=random)
 
 
+def test_the_output_may_lie_among_the_documents(random, tmp_path):
+    """What a stopped run leaves there is no document."""
+    (tmp_path / "in" / "out.parquet.parts").mkdir(parents=True)
+    table(tmp_path / "in" / "out.parquet.parts" / "000000.parquet")
+    (tmp_path / "in" / "a.txt").write_text(TEXTS[0])
+    assert len(pyarrow.parquet.read_table(run(tmp_path / "in", tmp_path / "in" / "out.parquet", model=random))) == 1
+
+
 def test_changed_documents_are_read_again(random, tmp_path, monkeypatch):
     """After a stop, by their content: a mended line does not cost the others."""
     source = tmp_path / "a.jsonl"

@@ -28,9 +28,16 @@ class Documents:
     Nothing is lost: a row without text is an empty document. What is left out or replaced is counted in `notes`.
     """
 
-    def __init__(self, sources: Sequence[str | Path], text_column: str = "text", id_column: str = "id") -> None:
+    def __init__(
+        self,
+        sources: Sequence[str | Path],
+        text_column: str = "text",
+        id_column: str = "id",
+        leave_out: Path | None = None,  # a folder
+    ) -> None:
         self.sources, self.text_column, self.id_column = [Path(source) for source in sources], text_column, id_column
-        self.files = data.find_files(list(self.sources), "source")
+        found = data.find_files(list(self.sources), "source")
+        self.files = [path for path in found if leave_out is None or leave_out.resolve() not in path.resolve().parents]
         self.named = {path for path in self.sources if path.is_file()}
         self.others = [
             path

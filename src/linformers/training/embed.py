@@ -254,10 +254,10 @@ def embed_files(
         raise UserError(f"out={str(out)!r} must be a file that ends in .npy or .parquet")
     if out.exists():
         raise UserError(f"out={str(out)!r} exists already: delete it or choose another")
-    documents = Documents(sources, text, id)
+    folder = out.with_name(f"{out.name}.parts")
+    documents = Documents(sources, text, id, leave_out=folder)
     with processes() as (rank, count):
         embedder = Embedder(model, Settings(**settings), characters=documents.characters())
-        folder = out.with_name(f"{out.name}.parts")
         if rank == 0:
             checks.make_folder("out", folder)
         with checkpoints.locked(folder) if rank == 0 else nullcontext():
