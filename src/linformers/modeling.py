@@ -289,6 +289,10 @@ class LinformerPreTrainedModel(PreTrainedModel):
             remove_older_weights(Path(save_directory))
             write_manifest(Path(save_directory), MODEL_FILES)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing; see `LinformerConfig`."""
+
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.
 
@@ -410,7 +414,7 @@ class LinformerModel(LinformerPreTrainedModel):
             check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], "ids")
         if tokens.shape[1] > self.config.max_position_embeddings:
             longer = self.config.next_valid_length(tokens.shape[1])
-            remedy = f"lengthen the model: model.resize_length({longer}), or linformers finetune --max-length {longer}"
+            remedy = f"lengthen the model: model.resize_length({longer}), or linformers resize DIR --length {longer}"
             refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, remedy)
 
 
