@@ -67,6 +67,7 @@ Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")
 Sharing = Annotated[
     str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
 ]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.", show_default="4096, or 65536 on a GPU")]
 Out = Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder.")]
 
 
@@ -80,6 +81,8 @@ class Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
             raise typer.Exit(128 + 13) from None  # as if SIGPIPE had ended it
         except Exception as error:
+            if getattr(error, "option_name", None) == "--device":
+                typer.echo("A GPU is used where there is one; CUDA_VISIBLE_DEVICES= hides it.", err=True)
             errors = sys.modules.get("linformers.errors")  # not loaded: the command line itself was wrong
             sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
             if sentence is None:
@@ -245,7 +248,10 @@ def finetune(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
     epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", "--lr", help="Peak learning rate.", show_default="what fits the model's size"),
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Maximum tokens per text; 0 for the model's maximum.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
     compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (if worthwhile).")] = "auto",
@@ -261,21 +267,76 @@ def finetune(
 
 
 @app.command()
+def embed(
+    files: Annotated[
+        list[Path], typer.Argument(exists=True, help="Files or folders of text, jsonl, csv or parquet; in this order.")
+    ],
+    out: Annotated[Path, typer.Option(help="New .npy file (ids and a description appear beside it) or .parquet file.")],
+    model: StartModel = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="mean, or cls for the first token.", show_default="what the model's folder says")
+    ] = None,
+    normalize: Annotated[bool, typer.Option(help="Give vectors length 1.")] = True,
+    prompt: Annotated[
+        str, typer.Option(help="What precedes each text: document, query, none, or a name in the model's folder.")
+    ] = "document",
+    late_chunks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="SIZE", help="A vector for each SIZE tokens, after the whole document was read."),
+    ] = None,
+    text: Annotated[str, typer.Option(help="Column of tables that holds the text.")] = "text",
+    id: Annotated[str, typer.Option(help="Column of tables that holds an id, if there is one.")] = "id",
+    tokens: Tokens = None,
+    precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
+    compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (if worthwhile).")] = "auto",
+) -> None:
+    """Turn documents of any length into vectors; run it again to continue after a stop."""
+    options = {**locals()}
+    from linformers.training import embed
+
+    embed.embed_files(options.pop("files"), **options, console=_console(), command=_command())
+
+
+@app.command()
+def search(
+    vectors: Annotated[Path, typer.Argument(**FILE, help="File of linformers embed.")],
+    query: Annotated[str, typer.Argument(help="What to look for, in words.")],
+    model: Annotated[
+        Path | None, typer.Option(**FOLDER, help="Folder of the model.", show_default="the model of the vectors")
+    ] = None,
+    best: Annotated[int, typer.Option(min=1, help="Number of documents to show.")] = 5,
+    passages: Annotated[bool, typer.Option(help="Show the best passage of each document.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per document.")] = False,
+) -> None:
+    """Find the documents whose vectors are nearest to a query, each with its best passage."""
+    options = {**locals()}
+    from linformers.training import search
+
+    search.search(options.pop("vectors"), **options, console=_console())
+
+
+@app.command()
 def predict(
     file: Annotated[
-        Path | None, typer.Argument(**FILE, help="File with one text per line.", show_default="standard input")
+        Path | None,
+        typer.Argument(**FILE, help="Table, or file with a text in each line.", show_default="standard input"),
     ] = None,
     model: StartModel = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New .jsonl, .csv or .parquet file.", show_default="standard output, as JSON lines"),
+    ] = None,
+    text: Annotated[str, typer.Option(help="Text column of a table; two columns separated by a comma.")] = "text",
     pairs: Annotated[bool, typer.Option("--pairs", help="Each line holds two texts separated by a tab.")] = False,
     best: Annotated[int, typer.Option(min=1, help="Number of guesses for a mask.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
+    tokens: Tokens = None,
 ) -> None:
-    """Label each line of text, or fill in its <mask>, and print one JSON object per line."""
+    """Label each text, or fill in its <mask>."""
     from linformers import shipped
     from linformers.training import predict
 
-    _quiet()
-    predict.predict(model or shipped.ENGLISH, file, sys.stdout, pairs=pairs, best=best, batch_size=batch_size)
+    options: dict[str, Any] = {"text": text, "pairs": pairs, "best": best, "tokens": tokens}
+    predict.predict(model or shipped.ENGLISH, file, out or sys.stdout, **options, console=_console(stderr=True))
 
 
 @app.command()
@@ -295,6 +356,20 @@ def evaluate(
     from linformers.training import predict
 
     _console().print_json(data=predict.evaluate(**options, console=_console(stderr=True)))
+
+
+@app.command()
+def resize(
+    model: Annotated[Path, typer.Argument(**FOLDER, help="Folder of a model.")],
+    length: Annotated[int, typer.Option(min=1, help="Longest input of the result, n.")],
+    out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the result.")],
+    projected: Annotated[int | None, typer.Option(min=1, help="Projected length k.", show_default="as it is")] = None,
+) -> None:
+    """Make a model accept longer (or only shorter) input."""
+    options = {**locals()}
+    from linformers.training import resize
+
+    resize.resize(**options, console=_console(), command=_command())
 
 
 @app.command()

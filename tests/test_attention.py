@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linformers import LinformerAttention, LinformerModel
 from linformers.errors import UserError
 from linformers.ops.ranks import Ranks, reorder, zero_padding
-from linformers.ops.rotary import Rotations
+from linformers.ops.rotary import Rotation, Rotations
 
 from . import modes
 from .modes import refused
@@ -49,7 +49,8 @@ def test_equals_its_definition(mode, attn_implementation):
             attention = encoder_layer.attention
             x = torch.randn(3, length, 16, dtype=torch.double)
             rotary = model.config.is_rotary
-            own = {"rotations": Rotations.of(length, 4, 1e4, torch.double, x.device) if rotary else None}
+            turns = (Rotation.of(torch.arange(length), 4, base, torch.double) for base in (1e4, None))
+            own = {"rotations": Rotations(*turns) if rotary else None}
             own["attn_implementation"] = attn_implementation
             result, _ = attention(x, E, F, **own)
             assert_same(result, naive_attention(attention, E, F, x, shift=shift, rotary=rotary))

@@ -60,6 +60,12 @@ finally:
         *((f"{own} --out=", 2, "'' must be a folder") for own in ("prepare .", "choose-k bert")),
         ("predict nowhere.txt", 2, "nowhere.txt"),
         ("predict --model nowhere", 2, "nowhere"),
+        ("predict --device cpu", 2, "CUDA_VISIBLE_DEVICES= hides it"),
+        ("finetune sst2 --lr x", 2, "--lr"),
+        ("embed nowhere.txt --out x.npy", 2, "nowhere.txt"),
+        ("embed .", 2, "--out"),
+        ("search nowhere.npy words", 2, "nowhere.npy"),
+        ("resize nowhere --length 8 --out x", 2, "nowhere"),
         ("pretrain nowhere.yaml", 2, "nowhere.yaml"),
         ("prepare nowhere.txt --out x", 2, "nowhere.txt"),
         ("prepare . --out x --validation nowhere.csv", 2, "nowhere.csv"),
@@ -150,7 +156,7 @@ def test_an_interrupt_during_the_imports_needs_no_traceback(tmp_path, module, co
 
 
 def test_closed_output_ends_a_command_quietly(tmp_path):
-    command = [sys.executable, "-m", "linformers", "predict", "--batch-size", "1"]
+    command = [sys.executable, "-m", "linformers", "predict", "--tokens", "1"]
     closed = subprocess.run([*command, __file__], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
     assert (closed.returncode, closed.stderr.count("\n")) == (2, 1)
     assert closed.stderr.startswith("error: standard output is closed")
@@ -298,6 +304,16 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     (tmp_path / "lines.txt").write_text("the fox\na dog\n", encoding="utf-8-sig")
     answers = run("predict", "--model", tuned / "model", tmp_path / "lines.txt").splitlines()
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
+    run("predict", task, "--model", tuned / "model", "--out", tmp_path / "answers.csv", "--tokens", 64)
+    assert (tmp_path / "answers.csv").read_text().startswith("text,label,predicted_label,predicted_score,predicted_")
+    vectors = tmp_path / "vectors.npy"
+    assert "120 vectors of 120 documents" in run("embed", tmp_path / "text.jsonl", "--model", model, "--out", vectors)
+    assert np.load(vectors).shape == (120, 16)
+    assert run("search", vectors, "a lazy dog", "--best", 2).startswith(f"1. {tmp_path / 'text.jsonl'}:")
+    run("resize", model, "--length", 64, "--out", tmp_path / "longer")
+    assert AutoConfig.from_pretrained(tmp_path / "longer").max_position_embeddings == 64
+    assert main(monkeypatch, "search", vectors, "a dog", "--model", tmp_path / "longer") == 2
+    assert "was made with another model" in capsys.readouterr().err
     assert json.loads(run("evaluate", "--model", model, "--data", corpus))["perplexity"] > 1
     assert run("verify", model).count(" is intact\n") == len(list(model.iterdir())) - 2  # not the card and the manifest
     assert 0 <= json.loads(run("evaluate", "--model", tuned / "model", "--task", task))["accuracy"] <= 100

@@ -37,3 +37,16 @@ def test_a_signal_ends_the_work_with_a_sentence(number, error):
         signal.raise_signal(number)
     assert console.file.getvalue() == "half is done\n"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_line_says_what_a_task_says_about_itself():
+    console, now = Console(file=io.StringIO(), width=200), [0.0]
+    with progress(console) as bars:
+        bars.get_time = lambda: now[0]
+        task = bars.add_task("percent", total=100, detail="")
+        for done in (10, 20, 30):
+            bars.update(task, completed=done, detail=f"{done} documents a second")
+            now[0] += SILENCE
+        lines = console.file.getvalue().splitlines()
+    assert lines[0] == "10/100 percent 10 documents a second"
+    assert lines[2] == "30/100 percent 30 documents a second, 0:03:30 left"

@@ -11,7 +11,8 @@ from linformers import LinformerConfig
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README + MODELS, re.DOTALL)
+EMBEDDING = (ROOT / "docs" / "embedding.md").read_text().partition("## sentence-transformers")[0]
+BLOCKS = re.findall(r"```python\n(.*?)```", README + MODELS + EMBEDDING, re.DOTALL)
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 

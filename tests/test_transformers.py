@@ -45,7 +45,7 @@ def test_saving_and_loading_is_exact(mode, tmp_path):
     model = modes.random_model(**mode, norm_first="mean" in mode.values())
     model.save_pretrained(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["config.json", "manifest.json", "model.safetensors"]
+    assert names == ["config.json", "linformer_classes.py", "manifest.json", "model.safetensors"]
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     before, after = (own.config.to_dict() for own in (model, loaded))
     resolved = {
@@ -114,7 +114,8 @@ def test_unaligned_weights_change_only_the_order_of_sums():
 def test_public_names():
     heads = {f"LinformerFor{head}" for head in ("MaskedLM", "QuestionAnswering")}
     heads |= {f"LinformerFor{unit}Classification" for unit in ("Sequence", "Token")}
-    others = {"LinformerAttention", "LinformerConfig", "LinformerModel", "LinformerPreTrainedModel", "pretrained"}
+    others = {"LinformerAttention", "LinformerConfig", "LinformerModel", "LinformerPreTrainedModel"}
+    others |= {"embed", "pretrained"}
     assert set(linformers.__all__) == heads | others
     assert all(hasattr(linformers, name) for name in linformers.__all__)
 

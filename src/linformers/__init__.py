@@ -5,6 +5,10 @@ the models, which take twice the memory of its own work.
 """
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .training.embed import embed
 
 if sys.argv[:1] == ["-m"] and "linformers" in sys.orig_argv:  # `python -m linformers` begins with the imports below
     import os
@@ -33,6 +37,15 @@ if getattr(sys.modules.get("linformers_cli"), "needs_models", True):
 
     register()
 
+
+def __getattr__(name: str) -> object:
+    if name == "embed":  # imports pyarrow and more, which no model needs
+        from .training.embed import embed
+
+        return embed
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -44,5 +57,6 @@ __all__ = [
     "LinformerForTokenClassification",
     "LinformerModel",
     "LinformerPreTrainedModel",
+    "embed",
     "pretrained",
 ]

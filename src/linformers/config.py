@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,6 +17,16 @@ from transformers.activations import ACT2FN
 
 from . import checks
 from .errors import UserError
+
+# Where transformers and sentence-transformers find the classes of a saved model with `trust_remote_code=True`.
+CLASSES = "linformer_classes"  # a file beside the config that imports them
+HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+AUTO_MAP = {"AutoConfig": f"{CLASSES}.LinformerConfig", "AutoModel": f"{CLASSES}.LinformerModel"}
+AUTO_MAP |= {f"AutoModel{head}": f"{CLASSES}.Linformer{head}" for head in HEADS}
+IMPORTS = f'''"""Where trust_remote_code=True finds Linformers; if this fails, pip install linformers."""
+
+from linformers import LinformerConfig, LinformerModel, {", ".join(f"Linformer{head}" for head in HEADS)}
+'''
 
 PROJECTIONS = ("linear", "mean", "max", "conv", "identity", "none")
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
@@ -208,7 +220,8 @@ class LinformerConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers, but a file cannot name code on the hub: only the caller can, in `attn_implementation`."""
-        loaded = super().from_dict(config_dict, **kwargs)
+        values = {name: value for name, value in config_dict.items() if name != "auto_map"}  # our classes are here
+        loaded = super().from_dict(values, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         kernel = config._attn_implementation
         if "attn_implementation" not in kwargs and kernel is not None and "/" in kernel:
@@ -223,7 +236,17 @@ class LinformerConfig(PreTrainedConfig):
         own = {field.name for field in dataclasses.fields(self)} - {
             field.name for field in dataclasses.fields(PreTrainedConfig)
         }
-        return {**{name: value for name, value in self.to_dict().items() if name in own}, **super().to_diff_dict()}
+        values = {name: value for name, value in self.to_dict().items() if name in own}
+        return {**values, **super().to_diff_dict(), "auto_map": AUTO_MAP}
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write the config, and the file that finds our classes where nobody has imported them."""
+        super().save_pretrained(save_directory, **kwargs)
+        (Path(save_directory) / f"{CLASSES}.py").write_text(IMPORTS)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: transformers would copy our source into every folder that it saves."""
 
     @property
     def projected_lengths(self) -> tuple[tuple[int, ...], ...]:

@@ -23,7 +23,7 @@ MAX_DEPTH = 64  # lists and objects in one another
 
 MANIFEST = "manifest.json"
 # The files of a model, and of its tokenizer, that a manifest covers.
-MODEL_FILES = ("config.json", "model*.safetensors", "model*.safetensors.index.json")
+MODEL_FILES = ("config.json", "linformer_classes.py", "model*.safetensors", "model*.safetensors.index.json")
 TOKENIZER_FILES = ("*token*.json",)
 
 

@@ -36,7 +36,7 @@ from .losses import IGNORED, checked_labels, counted, span_loss
 from .ops.gelu import gelu
 from .ops.linear_gelu import linear_gelu, use_linear_gelu
 from .ops.ranks import Ranks, reorder, zero_padding
-from .ops.rotary import Rotations
+from .ops.rotary import Rotation, Rotations
 from .pooling import first_real_token, mean_of_real_tokens
 from .projections import ConvProjection, LayerProjection, LinearProjection, Projections, can_use_weights
 from .resizing import check_checkpoint, check_weights, refuse_other_length, remove_older_weights, resize_length
@@ -289,6 +289,10 @@ class LinformerPreTrainedModel(PreTrainedModel):
             remove_older_weights(Path(save_directory))
             write_manifest(Path(save_directory), MODEL_FILES)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing; see `LinformerConfig`."""
+
     def resize_length(self, max_length: int, projected_length: int | Sequence[Any] | None = None) -> None:
         """Make a trained model accept sequences of up to `max_length` tokens.
 
@@ -368,7 +372,9 @@ class LinformerModel(LinformerPreTrainedModel):
         x = self.embeddings(input_ids, token_type_ids, inputs_embeds, positions, mask)  # (b, n, d)
         rotations = None
         if (theta := self.projections.rope_theta) is not None:
-            rotations = Rotations.of(x.shape[1], self.projections.head_dim, theta, x.dtype, x.device)
+            places, head_dim = torch.arange(x.shape[1], device=x.device), self.projections.head_dim
+            turn_keys = Rotation.of(places, head_dim, theta, x.dtype)
+            rotations = Rotations(turn_keys, values=Rotation.of(places, head_dim, None, x.dtype))
         projections = self.projections(x.shape[1], lengths, x.device, x.dtype)
         for layer, (E, F) in zip(self.layers, projections, strict=True):
             x = layer(x, E, F, mask, lengths, None if sort_here else ranks, attn_implementation, rotations)
@@ -410,7 +416,7 @@ class LinformerModel(LinformerPreTrainedModel):
             check_tensor("token_type_ids", token_type_ids, tokens.shape[:2], "ids")
         if tokens.shape[1] > self.config.max_position_embeddings:
             longer = self.config.next_valid_length(tokens.shape[1])
-            remedy = f"lengthen the model: model.resize_length({longer}), or linformers finetune --max-length {longer}"
+            remedy = f"lengthen the model: model.resize_length({longer}), or linformers resize DIR --length {longer}"
             refuse_length(name, tokens.shape[1], self.config.max_position_embeddings, remedy)
 
 

@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TaskID, TextColumn
+from rich.text import Text
 
 # Outside a terminal, seconds between two lines about the same task.
 SILENCE = 30.0
@@ -37,14 +39,23 @@ class Bars(rich_progress.Progress):
         if task.finished or not task.visible or (task.description == description and now - when < SILENCE):
             return
         task.fields["shown"] = task.description, now
-        line = f"{MofNCompleteColumn().render(task)} {task.description}".strip()
+        line = f"{MofNCompleteColumn().render(task)} {task.description} {task.fields.get('detail', '')}".strip()
+        if task.fields.get("detail") and (left := task.time_remaining):
+            line += f", {timedelta(seconds=round(left))} left"
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class Detail(rich_progress.ProgressColumn):
+    """What a task says about itself in its field `detail`."""
+
+    def render(self, task: rich_progress.Task) -> Text:
+        return Text(task.fields.get("detail", ""))
 
 
 def progress(console: Console) -> Bars:
     time = (rich_progress.TimeElapsedColumn(), TextColumn("left"), rich_progress.TimeRemainingColumn())
     what = (TextColumn("{task.description}"), rich_progress.BarColumn(), MofNCompleteColumn())
-    return Bars(*what, *time, console=console)
+    return Bars(*what, *time, Detail(), console=console)
 
 
 @contextmanager

@@ -393,10 +393,7 @@ LayerProjection = ReadyProjection | MixedProjection  # E or F of a layer
 def project(
     x: Tensor, E: LayerProjection, F: LayerProjection, key: Linear, value: Linear, rotate: Rotations | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The projected keys and values, (b, h, k, d_head) each; heads with a smaller k are padded with zeros.
-
-    With `rotate`, tokens are rotated before they are projected.
-    """
+    """Projected keys and values, (b, h, k, d_head) each, zeros where a head's k is smaller; `rotate` applies first."""
     if isinstance(E, MixedProjection) and isinstance(F, MixedProjection):
         pairs = []
         for E_part, F_part, heads in zip(E.parts, F.parts, E.heads, strict=True):

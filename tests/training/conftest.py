@@ -2,9 +2,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from linformers import LinformerConfig, LinformerModel
+from linformers.files import write_manifest
 from linformers.training import finetune, tasks
 
+from ..modes import randomized
 from . import small, texts
 
 
@@ -42,6 +46,16 @@ def finished(corpus, tmp_path_factory):
 @pytest.fixture(scope="session")
 def model(finished):
     return finished / "model"
+
+
+@pytest.fixture(scope="session")
+def random(model, tmp_path_factory):
+    """A model with random weights, n = 32, k = 8."""
+    folder = Path(shutil.copytree(model, tmp_path_factory.mktemp("random") / "model"))
+    torch.manual_seed(0)
+    randomized(LinformerModel(LinformerConfig.from_pretrained(folder)), std=0.4).save_pretrained(folder)
+    write_manifest(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,7 @@ def test_an_interrupted_run_resumes(corpus, tmp_path):
 
 def test_what_is_refused(corpus, tmp_path):
     folder = source(tmp_path / "in", LinformerForSequenceClassification)
-    with refused("is a LinformerForSequenceClassification, but contrast trains a LinformerModel or a LinformerFor"):
+    with refused("is a LinformerForSequenceClassification, but this takes a LinformerModel or a LinformerFor"):
         train(folder, corpus, tmp_path / "out")
     with refused("is not an empty folder: choose a new one"):
         train(folder, corpus, folder)

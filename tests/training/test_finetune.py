@@ -215,3 +215,27 @@ def test_warning_of_few_steps(epochs, few, rate, low, model, tmp_path, monkeypat
 def test_wrong_settings(name, value, model, tmp_path):
     with refused(f"{name}={value!r} "):
         finetune.finetune("sst2", tmp_path, model=model, console=small.QUIET, command="", **{name: value})
+
+
+def test_the_default_learning_rate_fits_the_model(task, model, tmp_path):
+    rates = [finetune.default_rate(size) for size in (16, 256, 384, 768, 1024, 10**6)]
+    assert rates[:2] == [1e-3, 1e-3]
+    assert rates[3] == 5e-5
+    assert rates == sorted(rates, reverse=True)
+    assert min(rates) > 5e-6
+    settings = finetune.Settings(seeds=1, epochs=1, batch_size=8)
+    assert run(task, model, tmp_path, settings) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["learning_rate"] == 1e-3
+
+
+def test_texts_that_are_cut_are_counted(model, tmp_path, capsys):
+    data = table(tmp_path / "a.csv", 100)
+    for length, cut in ((5, 100), (16, 0)):
+        settings = finetune.Settings(seeds=1, epochs=1, batch_size=8, max_length=length)
+        runs = finetune.FineTuning(data, model, tmp_path, dataclasses.replace(settings, learning_rate=1e-3), Console())
+        runs.print_sizes()
+        said = (
+            "100 of 100 texts are longer than 5 tokens and are cut; with a larger --max-length"
+            in capsys.readouterr().out
+        )
+        assert said == bool(cut)

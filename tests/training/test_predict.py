@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, pipeline
 
 from linformers import LinformerForMaskedLM, pretrained
-from linformers.training import checkpoints, predict
+from linformers.training import checkpoints, data, predict
+from linformers.training.batches import Text, TextEncoder
 
 from ..modes import random_model, refused
 from . import small
@@ -31,23 +33,22 @@ def evaluate(model, **options):
 
 
 def test_labels(tuned, task):
-    texts = [*(example.text for example in task.test), "the dog " * 200]  # the last one is truncated
-    *rows, blank = answers(tuned / "model", [f"{text}\n" for text in (*texts, " ")], batch_size=7)
+    texts = [*(example.text for example in task.test), "the dog " * 200]
+    *rows, blank = answers(tuned / "model", [f"{text}\n" for text in (*texts, " ")], tokens=70)
     assert [row["text"] for row in rows] == texts
     assert {row["label"] for row in rows} == {"dogs", "trees"}
     assert blank == {"text": " ", "error": "the line is blank"}
 
 
 def test_words(model):
-    """The same as a pipeline's, without the space before a word: every token, in batches, also of truncated text."""
+    """The same as a pipeline's, without the space before a word: every token, in batches."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = ["the quick <mask> fox", "<mask> dog", "a <mask>" + " dog" * 200]
-    rows = answers(model, texts, best=len(tokenizer), batch_size=2)
+    texts = ["the quick <mask> fox", "<mask> dog", "a <mask>" + " dog" * 5]
+    rows = answers(model, texts, best=len(tokenizer), tokens=16)
     (row,) = answers(model.parent / "checkpoint-24", texts[:1], best=3)
     for guess, expected in zip(row["guesses"], rows[0]["guesses"], strict=False):
         assert guess == {"word": expected["word"], "score": pytest.approx(expected["score"])}
-    truncation = {"truncation": True, "max_length": tokenizer.model_max_length}
-    fill = pipeline("fill-mask", model=str(model), top_k=len(tokenizer), tokenizer_kwargs=truncation)
+    fill = pipeline("fill-mask", model=str(model), top_k=len(tokenizer))
     for row, expected in zip(rows, fill(texts), strict=True):
         guesses = {guess["word"]: guess["score"] for guess in row["guesses"]}
         assert {" ", "\n"} < guesses.keys()
@@ -55,33 +56,106 @@ def test_words(model):
 
 
 def test_wrong_lines_do_not_stop_the_others(model):
-    far = "the dog " * 50 + "<mask>"
-    lines = ["a <mask>", "", "no mask", "the <mask>", far, "", "a dog <mask>", "<mask> <mask>"]
-    wrong = [None, "blank", "contains no <mask>", None, "after the first 32 tokens", "blank", None, "contains 2 <mask>"]
-    for size in (1, 3, 32):
+    lines = ["a <mask>", "", "no mask", "the <mask>", "", "a dog <mask>", "<mask> <mask>"]
+    use = "contains no <mask>, expected exactly one; to label texts, pass --model, a model of linformers finetune"
+    wrong = [None, "the line is blank", use, None, "the line is blank", None, "contains 2 <mask>, expected exactly one"]
+    for size in (1, 30, 4096):
         out = io.StringIO()
-        with refused("line 3 contains no <mask>, expected exactly one; 2 more with errors"):
-            predict.predict_lines(model, lines, out, batch_size=size)
+        with refused(f"line 3 {use}; 1 more with errors"):
+            predict.predict_lines(model, lines, out, tokens=size)
         rows = [json.loads(line) for line in out.getvalue().splitlines()]
         assert [row["text"] for row in rows] == lines
         for row, expected in zip(rows, wrong, strict=True):
             assert ("guesses" in row) == (expected is None)
-            assert expected is None or expected in row["error"]
+            assert row.get("error") == expected
     assert len(answers(model, ["a <mask>\n", " \n"])) == 2
+
+
+def test_long_texts_are_read_in_parts(tuned, model, tmp_path, capsys):
+    """A label is that of all parts together, a word that of the part with the mask; both are counted."""
+    network, tokenizer = predict.load_model(tuned / "model", predict.CLASSIFY), AutoTokenizer.from_pretrained(model)
+    texts = ["fox dog " * 40 + "tree of " * 4, "tree of", "tree of " * 60]
+    (tmp_path / "lines.txt").write_text("\n".join(texts))
+    console, out = Console(width=200), tmp_path / "out.jsonl"
+    predict.predict(tuned / "model", tmp_path / "lines.txt", out, console=console)
+    said = "2 of 3 texts are longer than n=32 tokens: read in overlapping parts, whose answers are merged\n"
+    assert capsys.readouterr().out == said
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    encoder = TextEncoder(tokenizer, 32)
+    for text, row in zip(texts, rows, strict=True):
+        (tokens,) = encoder.encode([Text(text)])
+        total = 0
+        for part in encoder.parts(0, tokens):
+            logits = network(torch.from_numpy(part.ids)[None]).logits[0].detach()
+            total = total + logits * (part.own[1] - part.own[0]) / len(tokens.ids)
+        assert row["score"] == pytest.approx(float(total.softmax(-1).max()), abs=1e-5)
+        assert row["label"] == network.config.id2label[int(total.argmax())]
+    text = "the dog " * 50 + "a lazy <mask>"
+    (row,) = answers(model, [text], best=1)
+    *_, last = encoder.parts(0, encoder.encode([Text(text)])[0])
+    network = predict.load_model(model, predict.FILL_MASK)
+    logits = network(torch.from_numpy(last.ids)[None]).logits[0, last.ids.tolist().index(tokenizer.mask_token_id)]
+    assert row["guesses"][0]["score"] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_tables(kind, pairs, tuned, tmp_path):
+    """The answers are columns of the same table, whose rows may have several lines; no name is taken twice."""
+    bodies = ["fox dog\njumps", "tree, of", None, 'under "tree"', "dog " * 50]
+    rows = [{"n": i, "body": body, "other": "the dog " * 30, "label": "x"} for i, body in enumerate(bodies)]
+    source = small.write_table(tmp_path / f"in.{kind}", rows)
+    lines = [" ".join((body or "").split()) for body in bodies]
+    lines = [f"{line}\t{'the dog ' * 30}" if pairs else line for line in lines]
+    expected = answers(tuned / "model", lines, pairs=pairs)
+    options = {"text": "body,other" if pairs else "body", "console": small.QUIET}
+    for suffix in ("jsonl", "csv", "parquet"):
+        out = tmp_path / f"out.{suffix}"
+        predict.predict(tuned / "model", source, out, **options)
+        found = list(data.table_rows(out, ["n", "body", "other", "label"]))
+        assert [int(row["n"]) for row in found] == list(range(5))
+        assert [(row["body"] or "") for row in found] == [body or "" for body in bodies]
+        for row, answer in list(zip(found, expected, strict=True))[1:]:  # a line cannot hold the first text
+            assert (row.get("predicted_label") or None) == answer.get("label")
+            score = row.get("predicted_score")
+            assert float(score or 0) == pytest.approx(answer.get("score", 0), abs=1e-5)
+            assert (row.get("predicted_error") or "").replace("row", "line") == answer.get("error", "")
+        with refused(f"out={str(out)!r} exists already"):
+            predict.predict(tuned / "model", source, out, **options)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_cut_pairs_are_counted(tuned, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("the dog\ta fox\n" + "the dog " * 40 + "\ta fox\n")
+    predict.predict(tuned / "model", tmp_path / "lines.txt", io.StringIO(), pairs=True, console=Console(width=200))
+    said = capsys.readouterr().out
+    assert said == "1 of 2 pairs of texts are longer than n=32 tokens: the longer text of each was cut\n"
+
+
+def test_guesses_in_tables(model, tmp_path):
+    source = small.write_table(tmp_path / "in.csv", [{"text": "a <mask>"}, {"text": "no mask"}])
+    for suffix in ("jsonl", "csv", "parquet"):
+        out = tmp_path / f"out.{suffix}"
+        with refused("row 2 contains no <mask>"):
+            predict.predict(model, source, out, best=2, console=small.QUIET)
+        first, second = data.table_rows(out, ["text"])
+        guesses = json.loads(first["guesses"]) if suffix == "csv" else first["guesses"]
+        assert guesses == answers(model, ["a <mask>"], best=2)[0]["guesses"]
+        assert "contains no <mask>" in second["error"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_files_and_standard_input(encoding, model, tmp_path, monkeypatch):
     out, again = io.StringIO(), io.StringIO()
     (tmp_path / "lines.txt").write_text("a <mask>\nthe <mask>\n", encoding=encoding)
-    predict.predict(model, tmp_path / "lines.txt", out)
+    predict.predict(model, tmp_path / "lines.txt", out, console=small.QUIET)
     stdin = io.TextIOWrapper(io.BytesIO(b"a \xe9 <mask>\nthe <mask>\n"), encoding="ascii")
     monkeypatch.setattr(sys, "stdin", stdin)
-    predict.predict(model, None, again)
+    predict.predict(model, None, again, console=small.QUIET)
     assert [json.loads(line)["text"] for line in out.getvalue().splitlines()] == ["a <mask>", "the <mask>"]
     assert json.loads(again.getvalue().splitlines()[0])["text"] == "a \ufffd <mask>"
     with refused(f"{tmp_path} cannot be read"):
-        predict.predict(model, tmp_path, out)
+        predict.predict(model, tmp_path, out, console=small.QUIET)
 
 
 def test_wrong_arguments_of_predict(tuned, model, tmp_path):
@@ -89,6 +163,19 @@ def test_wrong_arguments_of_predict(tuned, model, tmp_path):
         answers(tuned / "model", ["a\tb", "a b"], pairs=True)
     with refused("pairs has no effect on model="):
         answers(model, [], pairs=True)
+    table, lines = small.write_table(tmp_path / "a.csv", [{"text": "a"}]), tmp_path / "lines.txt"
+    lines.write_text("a")
+    for file, out, options, message in [
+        (table, "out.txt", {}, "the ending of out='.txt' is not one of '.jsonl', '.csv', '.parquet'"),
+        (table, "out.csv", {"text": "body"}, "has no column 'body'; its columns are 'text'"),
+        (table, "out.csv", {"text": "a,b,c"}, "text='a,b,c' must be one or two columns"),
+        (table, "out.csv", {"pairs": True}, "pairs has no effect on a table: name two columns"),
+        (table, "out.csv", {"tokens": 0}, "tokens=0 must be a positive integer"),
+        (lines, "out.csv", {"text": "body"}, "text='body' has no effect on"),
+    ]:
+        with refused(message):
+            predict.predict(tuned / "model", file, tmp_path / out, console=small.QUIET, **options)
+    assert not list(tmp_path.glob("*out*"))
     with refused("best=100000 exceeds the 300 tokens"):
         answers(model, [], best=100_000)
     unfinished = Path(shutil.copytree(model.parent, tmp_path / "run"))
@@ -107,7 +194,7 @@ def test_the_code_of_a_tokenizer_never_runs(model, tmp_path, monkeypatch):
     (folder / "manifest.json").unlink()
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers would ask here
     with refused("the tokenizer does not load"):
-        predict.predict(folder, None, io.StringIO())
+        predict.predict(folder, None, io.StringIO(), console=small.QUIET)
     assert not (tmp_path / "trace").exists()
 
 

@@ -286,3 +286,22 @@ def test_spread():
     assert tasks.plus_minus((0.912, 0.004), 1, scale=100) == "91.2 ± 0.4"
     assert tasks.plus_minus((0.912, 0.0), 2) == "0.91 ± 0.00"
     assert tasks.plus_minus((0.912, None), 2) == "0.91"
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([i / 10 for i in range(1, 300)], "has 270 different numbers as labels, such as '0.1', '0.2', '0.3'"),
+        ([f"own {i}" for i in range(300)], "has 300 different labels in 300 rows, such as 'own 0', 'own 1', 'own 10'"),
+    ],
+)
+def test_values_are_no_labels(labels, message, tmp_path):
+    labels = [label for label in labels if not isinstance(label, float) or not label.is_integer()]
+    with refused(message):
+        load(write(tmp_path / "a.csv", numbered(300, labels)))
+
+
+def test_a_table_with_semicolons_gets_a_hint(tmp_path):
+    (tmp_path / "a.csv").write_text("text;label\na;1\n")
+    with refused("has no column 'text'; its columns are 'text;label'; its columns are separated by semicolons"):
+        load(tmp_path / "a.csv")

@@ -155,7 +155,7 @@ def test_no_pickle_is_written_or_read(corpus, straight, tmp_path, monkeypatch):
     assert small.train(small.recipe(corpus, tmp_path, **SETTINGS[0])) == 0
     small.assert_same_run(tmp_path, straight(SETTINGS[0]))
     written = [*tmp_path.glob("checkpoint-*/*"), *tmp_path.glob("model/*")]
-    assert {path.suffix for path in written} == {".safetensors", ".json", ".md"}
+    assert {path.suffix for path in written if path.name != "linformer_classes.py"} == {".safetensors", ".json", ".md"}
 
 
 @pytest.fixture

@@ -16,23 +16,22 @@ class Rotation(NamedTuple):
     sin: Tensor  # (..., n, d_head), negative in the first half of the channels
 
     @classmethod
-    def of(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Queries and keys at `positions` (..., n), in at least float32."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
-        return cls.by(positions[..., None] * theta**-exponents)
+    def of(cls, positions: Tensor, head_dim: int, theta: float | None, dtype: torch.dtype = torch.float32) -> Rotation:
+        """Of tokens at `positions` (..., n), in at least float32.
 
-    @classmethod
-    def of_values(cls, positions: Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Values at integer `positions` (..., n): channel j turns by j/half of a circle per token."""
+        Args:
+            positions: p; integers for values.
+            head_dim: d_head.
+            theta: for queries and keys, which turn by p θ^(-2j/d_head). `None`: values, by 2π p j / (d_head / 2).
+            dtype: of the tokens.
+        """
         dtype, half = torch.promote_types(dtype, torch.float32), head_dim // 2
-        turns = positions[..., None] * torch.arange(half, device=positions.device) % half  # exact at any length
-        return cls.by(turns.to(dtype) * (2 * math.pi / half))
-
-    @classmethod
-    def by(cls, angles: Tensor) -> Rotation:
-        """By `angles` (..., n, d_head / 2)."""
-        cos, sin = angles.cos(), angles.sin()
+        channels = torch.arange(half, device=positions.device)
+        if theta is None:  # whole turns are dropped while the numbers are integers
+            angles = (positions[..., None] * channels % half).to(dtype) * (2 * math.pi / half)
+        else:
+            angles = positions[..., None] * theta ** -(channels.to(dtype) / half)
+        cos, sin = angles.cos(), angles.sin()  # (..., n, d_head / 2)
         return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,12 +52,6 @@ class Rotations(NamedTuple):
 
     keys: Rotation  # and queries
     values: Rotation  # in a layer without a window
-
-    @classmethod
-    def of(cls, n: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Rotations:
-        """For n tokens in order."""
-        positions = torch.arange(n, device=device)
-        return cls(Rotation.of(positions, head_dim, theta, dtype), Rotation.of_values(positions, head_dim, dtype))
 
     def at(self, places: Tensor) -> Rotations:
         """For tokens whose position is in `places` (b, n)."""

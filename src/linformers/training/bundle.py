@@ -6,11 +6,9 @@ from pathlib import Path
 
 import torch
 
-from .. import LinformerConfig, modeling
-from ..checks import check_model
 from ..errors import UserError
 from .adopt import PURPOSES
-from .checkpoints import load_whole
+from .checkpoints import load_any
 from .pretrain import save_model
 from .rows import load_tokenizer
 from .sentences import SentencePooling
@@ -26,12 +24,7 @@ def bundle(model: Path, out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
-    check_model("model", model)
-    config = LinformerConfig.from_pretrained(model)
-    name = (config.architectures or ["LinformerModel"])[0]
-    if name not in PURPOSES:
-        raise UserError(f"model={str(model)!r} is of the class {name!r}, which linformers does not have")
-    network = load_whole(getattr(modeling, name), model, dtype=torch.float32)
+    network = load_any(model, PURPOSES, dtype=torch.float32)
     parameters = dict(network.named_parameters())  # tied ones once
     large = [name for name, own in parameters.items() if 2 * own.numel() > MAX_FILE - HEADER]
     if large:
@@ -44,6 +37,6 @@ def bundle(model: Path, out: Path) -> None:
         weights,
         load_tokenizer(model),
         card.read_text(encoding="utf-8") if card.exists() else "",
-        lambda folder: pooling.write(folder, config.max_position_embeddings),
+        lambda folder: pooling.write(folder, network.config.max_position_embeddings),
         max_file=MAX_FILE - HEADER,
     )

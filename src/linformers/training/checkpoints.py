@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..checks import check_no_run, check_weights_open
+from .. import LinformerConfig, modeling
+from ..checks import check_model, check_no_run, check_weights_open
 from ..errors import UserError
 from ..files import (
     MANIFEST,
@@ -63,6 +64,15 @@ def load_whole(model_class: Any, folder: Path, new: str | None = None, **options
             f"model={str(folder)!r} lacks {len(missing)} of the weights of its config, such as {missing[0]}"
         )
     return model
+
+
+def load_any(folder: Path, names: Iterable[str], **options: Any) -> Any:
+    """The model in a folder, with its head; its class must be one of `names`."""
+    check_model("model", folder)
+    name = (LinformerConfig.from_pretrained(folder).architectures or ["LinformerModel"])[0]
+    if name not in (names := list(names)):
+        raise UserError(f"model={str(folder)!r} is a {name}, but this takes a {' or a '.join(names)}")
+    return load_whole(getattr(modeling, name), folder, **options)
 
 
 def verify(folder: Path, accept: bool, console: Console) -> None:

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import LinformerConfig, LinformerForMaskedLM, LinformerModel
-from ..checks import check_model, check_positive, check_size, make_folder
+from ..checks import check_positive, check_size, make_folder
 from ..errors import UserError
-from .checkpoints import load_whole, model_hash
+from .checkpoints import load_any, model_hash
 from .data import find_files, titled_documents
 from .distill import clean, rows_hash, run_stage, token_ids
 from .pretrain import describe, model_card, save_model
@@ -37,7 +36,7 @@ AT_ONCE = 8  # documents whose activations are held in memory
 LEAST = 4  # documents: two to train on and two to validate with
 
 LEARNED = f"trained to tell a document from others by its title or {SPAN} tokens of it"
-CLASSES: dict[str, Any] = {own.__name__: own for own in (LinformerModel, LinformerForMaskedLM)}
+CLASSES = ("LinformerModel", "LinformerForMaskedLM")
 
 Pool = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -200,13 +199,12 @@ def contrast(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
-    check_model("model", model)
-    name = (LinformerConfig.from_pretrained(model).architectures or ["LinformerModel"])[0]
-    if name not in CLASSES:
-        raise UserError(f"model={str(model)!r} is a {name}, but contrast trains a {' or a '.join(CLASSES)}")
-    tokenizer, found = load_tokenizer(model), find_files(text, "text")
+    network, tokenizer, found = (
+        load_any(model, CLASSES, dtype=torch.float32),
+        load_tokenizer(model),
+        find_files(text, "text"),
+    )
     make_folder("out", out.parent)
-    network = load_whole(CLASSES[name], model, dtype=torch.float32)
     pooling, run, config = SentencePooling(model), out.with_name(f"{out.name}.contrast"), network.config
     start = {"model": str(model), "sha256": model_hash(model)}
     inputs = (pooling, found, run, settings, {"start": start}, console)
@@ -227,7 +225,7 @@ Started from `{model}` (sha256 `{start["sha256"]}`), then {LEARNED}.
 - InfoNCE loss of held-out documents: {", ".join(f"{own:.3f} (step {step:,})" for step, own in scores.items())}
 - Settings: {", ".join(f"{key}={value}" for key, value in asdict(settings).items())}
 
-{masks if name != "LinformerModel" else ""}"""
+{masks if network is not network.base_model else ""}"""
     card = model_card("feature-extraction", describe(config), lines, command)
     save_model(out, network, network.state_dict(), tokenizer, card, add_pooling)
     clean(run)

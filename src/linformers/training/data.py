@@ -115,14 +115,32 @@ def rows(source: Path | str, columns: Sequence[str], split: str = "train") -> It
         yield row
 
 
+def table_rows(path: Path, columns: Sequence[str], damaged: Callable[[str], None] = refuse) -> Iterator[dict[str, Any]]:
+    """All columns of each row of a table, which must have the given ones."""
+    for _, row in _rows(path, columns, "train", damaged, optional=None):
+        yield row
+
+
+def whole_text(path: Path, damaged: Callable[[str], None] = refuse) -> str:
+    """The text of a file, which must have less than `MAX_ROW` characters."""
+    with open_text(path, "surrogateescape") as file:
+        parts, size = [], 0
+        for line in _lines(path, file, MAX_ROW, damaged):
+            size += len(line)
+            if size >= MAX_ROW:
+                raise UserError(f"{path} has {MAX_ROW:,} characters or more: split it")
+            parts.append(line)
+    return "".join(parts)
+
+
 def _rows(
     source: Path | str,
     columns: Sequence[str],
     split: str,
     damaged: Callable[[str], None],
-    optional: Sequence[str] = (),
+    optional: Sequence[str] | None = (),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row is, and the given columns of it; those that are optional may be missing."""
+    """Where each row is, and the given columns of it; those that are optional may be missing. `None`: all others."""
     found: Iterator[tuple[str, dict[str, Any]]]
     if isinstance(source, str):
         found = ((f"{source}, row {number}", row) for number, row in enumerate(_hub_rows(source, split), 1))
@@ -133,7 +151,7 @@ def _rows(
         found = _text_rows(source, damaged)
     for where, row in found:
         _check_columns(source, columns, row)
-        yield where, {name: row[name] for name in (*columns, *optional) if name in row}
+        yield where, row if optional is None else {name: row[name] for name in (*columns, *optional) if name in row}
 
 
 def _text_rows(path: Path, damaged: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -185,18 +203,19 @@ def _hub_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{source!r} is not a file or folder, nor a dataset of the hub: {reason}") from None
 
 
-def _parquet_rows(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, columns: Sequence[str], optional: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
         # With a buffer, pyarrow reads a column piece by piece instead of a whole row group.
         with pyarrow.parquet.ParquetFile(path, buffer_size=2**20) as file:
             _check_columns(path, columns, file.schema_arrow.names)
-            columns = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
+            names = file.schema_arrow.names
+            columns = names if optional is None else [*columns, *(name for name in optional if name in names)]
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 _check_expansion(path, columns, map(group.column, range(group.num_columns)))
             read, most = 0, max(MAX_COLUMN, MAX_EXPANSION * path.stat().st_size)
-            for batch in file.iter_batches(batch_size=16, columns=list(columns)):
+            for batch in file.iter_batches(batch_size=16, columns=columns):
                 rows = batch.to_pylist()
                 read += sum(len(value) for row in rows for value in row.values() if isinstance(value, str))
                 if read > most:  # a value in a dictionary takes its space once, however often it occurs
@@ -219,7 +238,9 @@ def _check_expansion(path: Path, names: Sequence[str], columns: Iterable[Any]) -
 def _check_columns(where: object, columns: Sequence[str], present: Iterable[str]) -> None:
     for name in columns:
         if name not in present:
-            raise UserError(f"{where} has no column {name!r}; its columns are {', '.join(map(repr, present))}")
+            names = list(map(str, present))
+            hint = "; its columns are separated by semicolons, not commas" if any(";" in own for own in names) else ""
+            raise UserError(f"{where} has no column {name!r}; its columns are {', '.join(map(repr, names))}{hint}")
 
 
 def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:

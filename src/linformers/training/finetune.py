@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainingArguments, set_seed
 
-from .. import LinformerForSequenceClassification, LinformerModel
-from ..checks import check_choice, check_positive, check_size, make_folder
+from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
+from ..checks import check_choice, check_model, check_positive, check_size, make_folder
 from ..errors import UserError
 from ..files import damage, read_json, write_file, write_folder
 from ..provenance import sentence
@@ -30,7 +31,10 @@ from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
 BEST, RESULT = "best", "result.json"  # the folder of a seed's best weights, and its scores in there
 MIN_STEPS_TO_COMPILE = 1000  # about what a minute of compiling saves
-FEW_STEPS, HIGH_RATE = 100, 1e-3  # below FEW_STEPS, the default learning rate hardly changes a small model
+FEW_STEPS, HIGH_RATE = 100, 1e-3  # below FEW_STEPS, a low learning rate hardly changes a small model
+# The default learning rate: what RoBERTa-base takes, and what the bundled model of 256 channels took on 1,500 reviews
+# (accuracy 78.2, against 59.4 with RoBERTa's); in between, a power of the number of channels.
+RATES = {768: 5e-5, 256: HIGH_RATE}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Settings:
     seeds: int = 3  # number of runs, with seeds 0, 1, …
     epochs: int = 3
     batch_size: int = 32
-    learning_rate: float = 5e-5  # peak learning rate, with linear decay to 0
+    learning_rate: float | None = None  # peak, with linear decay to 0; by default, what fits the size of the model
     max_length: int = 0  # tokens of a text to read; 0: as many as the model takes
     precision: str = "auto"  # "bf16", "float32", or "auto": bf16 if the GPU supports it
     compile: str = "auto"  # "yes", "no", or "auto": on a GPU, if all seeds together take 1,000 steps or more
@@ -48,7 +52,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("seeds", "epochs", "batch_size"):
             check_size(name, getattr(self, name))
-        check_positive("learning_rate", self.learning_rate)
+        if self.learning_rate is not None:
+            check_positive("learning_rate", self.learning_rate)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("compile", self.compile, COMPILE)
         if self.max_length:
@@ -67,6 +72,10 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
 
     A finished seed is not repeated, and an interrupted one resumes. Returns an exit code, see `trainer.train`.
     """
+    if settings.learning_rate is None:
+        check_model("model", model)
+        rate = default_rate(LinformerConfig.from_pretrained(model).hidden_size)
+        settings = dataclasses.replace(settings, learning_rate=rate)
     runs = FineTuning(task, model, out, settings, console)
     make_folder("out", out)
     with checkpoints.locked(out):
@@ -85,6 +94,13 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
             checkpoints.remove_old(folder, keep=0)
         runs.report(hashes["weights"], command)
     return 0
+
+
+def default_rate(hidden_size: int) -> float:
+    """The peak learning rate for a model of so many channels, rounded to two digits."""
+    (large, low), (small, high) = RATES.items()
+    power = math.log(high / low) / math.log(large / small)
+    return float(f"{low * (large / max(small, min(hidden_size, 2 * large))) ** power:.1e}")
 
 
 @dataclass
@@ -111,7 +127,14 @@ class FineTuning:
         train, validation, test = (f"{len(rows):,}" for rows in self.sets.values())
         sizes = f"{train} to train on, {validation} to select on, {test} to report on ({self.task.reported_on})"
         self.console.print(f"{self.task.name}, rows: {sizes}", highlight=False)
+        self.console.print(f"peak learning rate {self.settings.learning_rate:g}", highlight=False)
+        rows = [row for part in self.sets.values() for row in part]
+        if cut := sum(row["cut"] for row in rows):
+            longer = f"{cut:,} of {len(rows):,} texts are longer than {self.max_length:,} tokens and are cut"
+            remedy = "with a larger --max-length, the model is lengthened and reads more"
+            self.console.print(f"{longer}; {remedy}", style="yellow", highlight=False, soft_wrap=True)
         if self.steps < FEW_STEPS:
+            assert self.settings.learning_rate is not None
             low = self.settings.learning_rate < HIGH_RATE
             rate = f" For a small model, also use --learning-rate {HIGH_RATE:g}." if low else ""
             few = f"Only {self.steps} steps: use more --epochs or a smaller --batch-size.{rate}"

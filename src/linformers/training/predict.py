@@ -2,47 +2,110 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
-from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
+from transformers import PreTrainedModel
 
 from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassification
 from ..checks import check_choice, check_model, check_share, check_size
 from ..errors import UserError
+from ..progress import progress
 from . import tasks
+from .batches import Block, TextEncoder, batches_of, default_tokens, inputs_of
 from .checkpoints import load_whole
 from .corpus import Corpus, tokenizer_hash
-from .data import MAX_ROW, open_text
-from .rows import IGNORED, Vocabulary, already_batched, collate, encode, load_tokenizer, longest_first
+from .data import MAX_ROW, TABLES, file_type, open_text, table_rows
+from .rows import IGNORED, Vocabulary, already_batched, load_tokenizer
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
-BLANK = "the line is blank"
+BLANK = "the {} is blank"
+PREDICTED = "predicted_"  # before the names of answers, if the table has a column of one of them
 BRANCHES = ("projected", "window")
 
 
-def predict(model: Path, file: Path | None, out: TextIO, **options: Any) -> None:
-    """Predict each line of a file, or of standard input; the options are those of `predict_lines`."""
+class Row(NamedTuple):
+    """A text, or a pair of texts, to predict: a line, or a row of a table."""
+
+    text: str  # empty if there is an error
+    pair: str | None
+    columns: dict[str, Any]  # of the row
+    where: str
+    error: str | None
+
+
+def predict(
+    model: Path,
+    file: Path | None,
+    out: TextIO | Path,
+    *,
+    text: str = "text",
+    pairs: bool = False,
+    best: int = 5,
+    tokens: int | None = None,
+    console: Console,
+) -> None:
+    """Predict each row of a table, or each line of another file or of standard input.
+
+    Args:
+        model: its folder.
+        file: a table (jsonl, csv, tsv, parquet), or lines.
+        out: a stream, which gets JSON objects, or a new file that ends in .jsonl, .csv or .parquet. The answers are
+            columns of the table: `label` and `score`, or `guesses` for a mask, and `error` for a row that is blank or
+            wrong; `predicted_label` and so on if the table has a column of one of these names.
+        text: the column of a table that holds the text, or two separated by a comma.
+        pairs: whether a line has two texts separated by a tab.
+        best: the number of guesses for a mask.
+        tokens: of a batch.
+        console: where texts are counted that are longer than the model reads.
+
+    Raises:
+        UserError: after all rows, the first error of one that is not blank.
+    """
     for stream in (sys.stdin, out):  # JSON is UTF-8, whatever the locale says
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     if file is None and sys.stdin is None:
         raise UserError("standard input is closed: name a file")
-    with open_text(file) if file else nullcontext(sys.stdin) as opened:
-        predict_lines(model, _lines(opened, str(file or "standard input")), out, **options)
+    is_table = file is not None and file_type(file) in TABLES
+    if not is_table and text != "text":
+        raise UserError(f"text={text!r} has no effect on {file or 'standard input'}, which has lines")
+    if is_table and pairs:
+        raise UserError("pairs has no effect on a table: name two columns of texts, separated by a comma")
+    predictor = Predictor(model, best, tokens, pairs or text.count(",") == 1)
+    writing = open_output(out, file) if isinstance(out, Path) else nullcontext(JsonLines(out))
+    with writing as writer, nullcontext(sys.stdin) if file is None or is_table else open_text(file) as opened:
+        if is_table:
+            assert file is not None
+            rows = table_of(file, text)
+        else:
+            rows = lines_of(_lines(opened, str(file or "standard input")), pairs)
+        wrong = predictor.run(rows, writer, console)
+    refuse_wrong(wrong)
+
+
+def predict_lines(model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, **options: Any) -> None:
+    """Write a JSON object for each line; see `predict`."""
+    predictor = Predictor(model, pairs=pairs, **options)
+    refuse_wrong(predictor.run(lines_of(lines, pairs), JsonLines(out), Console(quiet=True)))
+
+
+def refuse_wrong(errors: list[str]) -> None:
+    if errors:
+        raise UserError(errors[0] + (f"; {len(errors) - 1} more with errors" if len(errors) > 1 else ""))
 
 
 def _lines(file: TextIO, name: str) -> Iterator[str]:
@@ -53,79 +116,254 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
         yield line
 
 
-def predict_lines(
-    model: Path, lines: Iterable[str], out: TextIO, *, pairs: bool = False, best: int = 5, batch_size: int = 32
-) -> None:
-    """Write a JSON object for each line: its label and score, or guesses for its `<mask>`.
-
-    With `pairs`, a line has two texts separated by a tab; `best` is the number of guesses. A line that is blank or
-    wrong gets an `error`. After all lines, the first error is raised, except for blank lines.
-    """
-    check_size("best", best)
-    check_size("batch_size", batch_size)
-    tokenizer = load_tokenizer(model)
-    if best > len(tokenizer):
-        raise UserError(f"best={best} exceeds the {len(tokenizer)} tokens of the vocabulary")
-    purpose = purpose_of(model)
-    classifies = purpose == CLASSIFY
-    if not classifies and tokenizer.mask_token is None:
-        raise UserError(f"model={str(model)!r} fills in masks, and its tokenizer has no mask token")
-    if pairs and not classifies:
-        raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
-    network, options = load_model(model, purpose), {"truncation": True, "max_length": tokenizer.model_max_length}
-    if classifies:
-        pipe = pipeline(purpose, model=network, tokenizer=tokenizer, device=network.device, **options)
-        answer_all = partial(pipe, batch_size=batch_size)
-    else:
-        answer_all = partial(_guess, network, tokenizer, best=best, **options)
-    wrong: list[str] = []
-    numbered = enumerate((line.rstrip("\r\n") for line in lines), 1)
-    while batch := list(islice(numbered, batch_size)):
-        errors = {number: _error(text, tokenizer, pairs, masked=not classifies) for number, text in batch}
-        good = [text for number, text in batch if errors[number] is None]
-        inputs = [dict(zip(("text", "text_pair"), text.split("\t"), strict=True)) for text in good] if pairs else good
-        answers = iter(answer_all(inputs) if inputs else [])
-        for number, text in batch:
-            error = errors[number]
-            answer: dict[str, Any] = next(answers) if error is None else {"error": error}
-            best_answer = answer.get("guesses", [answer])[0]
-            if math.isnan(best_answer.get("score", 0)):
-                raise UserError(f"model={str(model)!r} computes NaN: its weights are damaged, or its training diverged")
-            out.write(json.dumps({"text": text, **answer}, ensure_ascii=False) + "\n")
-            if error not in (None, BLANK):
-                wrong.append(f"line {number} {error}")
-        out.flush()
-    if wrong:
-        raise UserError(wrong[0] + (f"; {len(wrong) - 1} more with errors" if len(wrong) > 1 else ""))
+def lines_of(lines: Iterable[str], pairs: bool) -> Iterator[Row]:
+    for number, line in enumerate((line.rstrip("\r\n") for line in lines), 1):
+        text, error = line, None if line.strip() else BLANK.format("line")
+        pair = None
+        if pairs and error is None:
+            if line.count("\t") == 1:
+                text, pair = line.split("\t")
+            else:
+                error = f"has {line.count(chr(9))} tabs, expected one between two texts"
+        yield Row("" if error else text, pair, {"text": line}, f"line {number}", error)
 
 
-def _error(text: str, tokenizer: PreTrainedTokenizerBase, pairs: bool, masked: bool) -> str | None:
-    """Why a line cannot be predicted."""
-    if not text.strip():
-        return BLANK
-    if pairs and text.count("\t") != 1:
-        return f"has {text.count(chr(9))} tabs, expected one between two texts"
-    mask, length = tokenizer.mask_token, tokenizer.model_max_length
-    if masked and text.count(mask) != 1:
-        return f"contains {text.count(mask) or 'no'} {mask}, expected exactly one"
-    if masked and tokenizer.mask_token_id not in tokenizer(text, truncation=True, max_length=length)["input_ids"]:
-        return f"has its {mask!r} after the first {length} tokens, which are all that the model reads"
-    return None
+def table_of(path: Path, text: str) -> Iterator[Row]:
+    columns = text.split(",")
+    if len(columns) > 2:
+        raise UserError(f"text={text!r} must be one or two columns")
+    for number, row in enumerate(table_rows(path, columns), 1):
+        own = ["" if row[column] is None else row[column] for column in columns]
+        error = None
+        if wrong := [value for value in own if not isinstance(value, str)]:
+            error = f"has {wrong[0]!r}, which is not text"
+        elif not any(value.strip() for value in own):
+            error = BLANK.format("row")
+        first, second = ("", None) if error else (own[0], own[1] if len(own) > 1 else None)
+        kept = {name: value for name, value in row.items() if name is not None}
+        yield Row(first, second, kept, f"row {number}", error)
 
 
-def _guess(
-    network: LinformerForMaskedLM, tokenizer: PreTrainedTokenizerBase, texts: list[str], best: int, **options: Any
-) -> Iterator[dict[str, Any]]:
-    """The best words for the mask of each text. Unlike a pipeline, it computes no logits for the other tokens."""
-    inputs = tokenizer(texts, padding=True, return_tensors="pt", **options).to(network.device)
-    with torch.inference_mode():
-        masked = network.linformer(**inputs).last_hidden_state[inputs["input_ids"] == tokenizer.mask_token_id]
-        scores, tokens = network.head(masked).softmax(-1).topk(best)
-    for ids, own in zip(tokens.tolist(), scores.tolist(), strict=True):
-        words = map(tokenizer.decode, ids)
-        # A word without the space before it, unless it is white space.
-        guesses = [{"word": word.strip() or word, "score": score} for word, score in zip(words, own, strict=True)]
-        yield {"guesses": guesses}
+class Predictor:
+    """A model that labels texts or fills in their masks, `best` guesses each."""
+
+    def __init__(self, model: Path, best: int = 5, tokens: int | None = None, pairs: bool = False) -> None:
+        check_size("best", best)
+        if tokens is not None:
+            check_size("tokens", tokens)
+        self.model, self.best, self.batch_tokens = model, best, tokens or default_tokens()
+        self.tokenizer = load_tokenizer(model)
+        if best > len(self.tokenizer):
+            raise UserError(f"best={best} exceeds the {len(self.tokenizer)} tokens of the vocabulary")
+        purpose = purpose_of(model)
+        self.classifies = purpose == CLASSIFY
+        if not self.classifies and self.tokenizer.mask_token is None:
+            raise UserError(f"model={str(model)!r} fills in masks, and its tokenizer has no mask token")
+        if pairs and not self.classifies:
+            raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
+        self.network = load_model(model, purpose)
+        self.encoder = TextEncoder(self.tokenizer, self.tokenizer.model_max_length)
+
+    def run(self, rows: Iterable[Row], writer: Any, console: Console) -> list[str]:
+        """Write the answer of each row, in order; returns the errors of rows that are not blank."""
+        wrong: list[str] = []
+        count = LongTexts(self.encoder.max_length)
+        checked = rows if self.classifies else map(self._check_mask, rows)
+        for block in self.encoder.read(checked, self.batch_tokens):
+            count.add(block)
+            answers = self._labels(block) if self.classifies else self._guesses(block)
+            found = []
+            for row, answer in zip(block.texts, answers, strict=True):
+                error = row.error or (None if answer else "has no text that the tokenizer knows")
+                found.append((row.columns, {"error": error} if error else answer))
+                if error and not error.endswith("is blank"):
+                    wrong.append(f"{row.where} {error}")
+            writer.write(found)
+        if note := str(count):
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
+        return wrong
+
+    def _labels(self, block: Block) -> Iterator[dict[str, Any]]:
+        """The best label of each text with its score, as in a pipeline; nothing for a text without tokens."""
+        config = self.network.config
+        logits = logits_of(self.network, block, self.encoder, self.tokenizer.pad_token_id, self.batch_tokens)
+        for has_tokens, own in zip(block.parts_of_texts(), torch.from_numpy(logits), strict=True):
+            if not has_tokens:
+                yield {}
+                continue
+            if own.isnan().any():
+                raise UserError(self._is_nan())
+            several = config.problem_type == "multi_label_classification" or len(own) == 1
+            scores = own if config.problem_type == "regression" else own.sigmoid() if several else own.softmax(-1)
+            best = int(scores.argmax())
+            yield {"label": config.id2label[best], "score": float(scores[best])}
+
+    def _check_mask(self, row: Row) -> Row:
+        mask = self.tokenizer.mask_token
+        if row.error is None and (count := row.text.count(mask)) != 1:
+            use = "" if count else "; to label texts, pass --model, a model of linformers finetune"
+            return row._replace(text="", error=f"contains {count or 'no'} {mask}, expected exactly one{use}")
+        return row
+
+    def _guesses(self, block: Block) -> Iterator[dict[str, Any]]:
+        """The best words for the mask of each text, from the part that has it as its own token.
+
+        Unlike a pipeline, this computes no logits for the other tokens.
+        """
+        mask = self.tokenizer.mask_token_id
+        masks = [np.flatnonzero(tokens.ids == mask) for tokens in block.tokens]
+        parts = [
+            part for part in block.parts if len(own := masks[part.text]) == 1 and part.own[0] <= own[0] < part.own[1]
+        ]
+        found: dict[int, dict[str, Any]] = {}
+        for batch in batches_of(parts, self.batch_tokens):
+            inputs = inputs_of(batch, self.tokenizer.pad_token_id, self.encoder.max_length, self.network.device)
+            places = [int(masks[part.text][0]) - part.first + part.head for part in batch]
+            with torch.inference_mode():
+                hidden = self.network.linformer(**inputs).last_hidden_state[range(len(batch)), places]
+                scores, tokens = self.network.head(hidden).softmax(-1).topk(self.best)
+            if scores.isnan().any():
+                raise UserError(self._is_nan())
+            for part, ids, own in zip(batch, tokens.tolist(), scores.tolist(), strict=True):
+                words = map(self.tokenizer.decode, ids)
+                # A word without the space before it, unless it is white space.
+                found[part.text] = {
+                    "guesses": [{"word": word.strip() or word, "score": s} for word, s in zip(words, own, strict=True)]
+                }
+        return (found.get(number, {}) for number in range(len(block.texts)))
+
+    def _is_nan(self) -> str:
+        return f"model={str(self.model)!r} computes NaN: its weights are damaged, or its training diverged"
+
+
+class LongTexts:
+    """Counts the texts that are longer than the model reads, and says so."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.texts, self.in_parts, self.cut = max_length, 0, 0, 0
+
+    def add(self, block: Block) -> None:
+        self.texts += len(block.texts)
+        self.in_parts += sum(parts > 1 for parts in block.parts_of_texts())
+        self.cut += sum(tokens.cut for tokens in block.tokens)
+
+    def __str__(self) -> str:
+        longer = f"are longer than n={self.max_length:,} tokens"
+        if self.cut:
+            return f"{self.cut:,} of {self.texts:,} pairs of texts {longer}: the longer text of each was cut"
+        if self.in_parts:
+            answers = "read in overlapping parts, whose answers are merged"
+            return f"{self.in_parts:,} of {self.texts:,} texts {longer}: {answers}"
+        return ""
+
+
+@torch.inference_mode()
+def logits_of(
+    network: PreTrainedModel, block: Block, encoder: TextEncoder, pad_token_id: int, batch_tokens: int
+) -> np.ndarray:
+    """The logits of each text of a block, (texts, labels): the mean over its parts, weighted by their own tokens."""
+    totals = np.zeros((len(block.texts), network.config.num_labels), np.float32)
+    weights = np.zeros((len(block.texts), 1), np.float32)
+    for batch in batches_of(block.parts, batch_tokens):
+        inputs = inputs_of(batch, pad_token_id, encoder.max_length, network.device)
+        texts = [part.text for part in batch]
+        own = np.array([[part.own[1] - part.own[0]] for part in batch], np.float32)
+        np.add.at(totals, texts, own * network(**inputs).logits.float().cpu().numpy())
+        np.add.at(weights, texts, own)
+    return totals / np.maximum(weights, 1)
+
+
+class JsonLines:
+    """Answers as JSON objects, one a line."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+
+    def write(self, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        for row in map(merged, rows):
+            self.file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        self.file.flush()
+
+
+class Csv:
+    """Answers as columns of a table; guesses as JSON."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self.writer: Any = None
+
+    def write(self, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        if self.writer is None:
+            self.writer = csv.DictWriter(self.file, names_of(rows))
+            self.writer.writeheader()
+        for row in map(merged, rows):
+            as_json = {name: json.dumps(v, ensure_ascii=False) for name, v in row.items() if isinstance(v, list | dict)}
+            self.writer.writerow({**dict.fromkeys(self.writer.fieldnames), **row, **as_json})
+
+
+class Parquet:
+    """Answers as columns of a table; the first block of rows decides the types of the others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writer: Any = None
+
+    def write(self, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            if self.writer is None:
+                types = {"error": pyarrow.string(), "label": pyarrow.string(), "score": pyarrow.float64()}
+                word = pyarrow.struct({"word": pyarrow.string(), "score": pyarrow.float64()})
+                types["guesses"] = pyarrow.list_(word)
+                columns = [row for row, _ in rows]
+                found = pyarrow.Table.from_pylist(columns).schema
+                for name in names_of(rows)[len(found) :]:
+                    found = found.append(pyarrow.field(name, types[name.removeprefix(PREDICTED)]))
+                self.writer = pyarrow.parquet.ParquetWriter(self.path, found)
+            table = pyarrow.Table.from_pylist(list(map(merged, rows)), self.writer.schema)
+        except (pyarrow.ArrowException, TypeError) as error:
+            raise UserError(f"the columns have no common type for Parquet ({error}): write .jsonl") from None
+        self.writer.write_table(table)
+
+
+def names_of(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """The columns of a table with answers."""
+    own = list(dict.fromkeys(name for row, _ in rows for name in row))
+    answers = ["guesses"] if any("guesses" in answer for _, answer in rows) else ["label", "score"]
+    return own + [prefix_of(own) + name for name in (*answers, "error")]
+
+
+def merged(row: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    columns, answer = row
+    return {**columns, **{prefix_of(columns) + name: value for name, value in answer.items()}}
+
+
+def prefix_of(columns: Iterable[str]) -> str:
+    """What precedes the names of the answers."""
+    return PREDICTED if {"label", "score", "guesses", "error"} & {*columns} else ""
+
+
+@contextmanager
+def open_output(path: Path, source: Path | None) -> Iterator[Any]:
+    """A new file that appears when it is complete, also if some rows were wrong."""
+    kinds: dict[str, Any] = {".jsonl": JsonLines, ".csv": Csv, ".parquet": Parquet}
+    check_choice("the ending of out", path.suffix, kinds)
+    if path.exists():
+        raise UserError(f"out={str(path)!r} exists already: delete it or choose another")
+    unfinished, complete = path.with_name(f".{path.name}.unfinished"), False
+    file = None if path.suffix == ".parquet" else unfinished.open("w", encoding="utf-8", newline="")
+    writer = kinds[path.suffix](file or unfinished)
+    try:
+        yield writer
+        complete = True
+    finally:
+        (writer.writer.close() if writer.writer else None) if file is None else file.close()
+        if complete and unfinished.exists():
+            unfinished.replace(path)
+        else:
+            unfinished.unlink(missing_ok=True)
 
 
 def evaluate(
@@ -194,16 +432,18 @@ def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console:
     names = list(network.config.id2label.values())
     if names != task.label_names:
         raise UserError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
-    tokenizer = load_tokenizer(model)
-    max_length, logits, labels = tokenizer.model_max_length, [], []
-    rows: Any = longest_first(encode(task.test, tokenizer, max_length))
-    loader = DataLoader(rows, 64, collate_fn=lambda batch: collate(batch, tokenizer.pad_token_id, max_length))
-    for batch in track(loader, task.name, console=console):
-        labels.append(batch.pop("labels"))
-        with torch.no_grad():
-            inputs = {name: tensor.to(network.device) for name, tensor in batch.items()}
-            logits.append(network(**inputs).logits.float().cpu())
-    metrics = tasks.classification_metrics(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+    tokenizer, tokens, logits = load_tokenizer(model), default_tokens(), []
+    encoder = TextEncoder(tokenizer, tokenizer.model_max_length)
+    count = LongTexts(encoder.max_length)
+    with progress(console) as bars:
+        bar = bars.add_task(task.name, total=len(task.test))
+        for block in encoder.read(task.test, tokens):
+            count.add(block)
+            logits.append(logits_of(network, block, encoder, tokenizer.pad_token_id, tokens))
+            bars.advance(bar, len(block.texts))
+    if note := str(count):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    metrics = tasks.classification_metrics(np.concatenate(logits), np.array([own.label for own in task.test]))
     result = {**metrics, "f1_of": tasks.f1_of(names), "rows": len(task.test)}
     return {**result, "reported_on": task.reported_on, "note": task.note}
 

@@ -153,15 +153,19 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
 
 
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
-    """Rows with at most `max_length` `input_ids`, and `label`; the longer text of a pair is truncated first."""
+    """Rows with at most `max_length` `input_ids`, `label`, and `cut`: whether the text was longer.
+
+    The longer text of a pair is truncated first.
+    """
     rows: list[dict[str, Any]] = []
     for start in range(0, len(examples), 1000):
         texts, pairs, labels = zip(*examples[start : start + 1000], strict=True)
         second = None if pairs[0] is None else list(pairs)
         if max_length <= (special := tokenizer.num_special_tokens_to_add(pair=second is not None)):
             raise UserError(f"max_length={max_length} leaves no room for text besides {special} special tokens")
-        ids = tokenizer(list(texts), second, truncation="longest_first", max_length=max_length)["input_ids"]
-        rows += ({"input_ids": np.array(row), "label": label} for row, label in zip(ids, labels, strict=True))
+        encoded = tokenizer(list(texts), second, truncation="longest_first", max_length=max_length)
+        for row, own, label in zip(encoded["input_ids"], encoded.encodings, labels, strict=True):
+            rows.append({"input_ids": np.array(row), "label": label, "cut": bool(own.overflowing)})
     return rows
 
 

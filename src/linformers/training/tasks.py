@@ -17,6 +17,8 @@ from . import data as files
 from .rows import Example
 
 HELD_OUT = 0.05
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+MOST_LABELS = 20  # of a table with few rows
 
 
 class Task(NamedTuple):
@@ -166,6 +168,7 @@ def _split(
             names.sort(key=int)
     numbers |= {label: number for number, label in enumerate(names)}
     examples = train.examples(numbers)
+    _refuse_values(train.where, names, len(examples))
     if len({example.label for example in examples}) == 1:
         raise UserError(f"{train.where} has the single label {train.rows[0][-1]!r}; a classifier needs two or more")
     rest, sets = examples, []
@@ -182,6 +185,16 @@ def _split(
         )
     reported_on = f"rows held out of {train.name}" if test is None else test.name
     return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
+
+
+def _refuse_values(where: str, names: Sequence[str], rows: int) -> None:
+    """Refuse what looks like values, texts or several labels at once: a classifier would learn nothing from them."""
+    shown = ", ".join(map(repr, names[:3]))
+    if all(NUMBER.fullmatch(name) for name in names) and not all(name.lstrip("+-").isdecimal() for name in names):
+        remedy = "finetune classifies: round them, or train LinformerForSequenceClassification with num_labels=1"
+        raise UserError(f"{where} has {len(names)} different numbers as labels, such as {shown}; {remedy}")
+    if len(names) > max(MOST_LABELS, rows // 2):
+        raise UserError(f"{where} has {len(names)} different labels in {rows} rows, such as {shown}: is it the label?")
 
 
 def held_out(text: str, part: int) -> bool:
