@@ -21,6 +21,7 @@ from rich.table import Table
 
 from linformers import convert
 from linformers.checks import make_folder
+from linformers.pooling import Pooling
 from linformers.progress import progress
 from linformers.provenance import commit, environment
 from linformers.training import adopt
@@ -63,7 +64,7 @@ def main(
     original, tokenizer = convert.load_original(model), open_tokenizer(model, f"model={model!r}")
     limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
     ids = torch.tensor(adopt.encode_passages(tokenizer, adopt.read(find_files(text)), limit))
-    pooling = adopt.SentencePooling(adopt.source_folder(model, None))
+    pooling = Pooling.of(adopt.source_folder(model, None))
     rows: dict[str, dict[str, float]] = {}
     with progress(console) as bars:
         task = bars.add_task("passages", total=(1 + len(STARTS) + len(BRANCHES)) * len(ids))

@@ -26,11 +26,13 @@ from rich.table import Table
 from linformers import convert
 from linformers.checks import make_folder
 from linformers.errors import UserError
+from linformers.pooling import Pooling
 from linformers.provenance import commit, environment
 from linformers.training import adopt, distill
 from linformers.training.corpus import open_tokenizer
 from linformers.training.data import find_files
 from linformers.training.predict import BRANCHES, without_branch
+from linformers.training.rows import special_tokens
 from linformers_cli import run_script
 
 # Fields of `distill.Settings`, where `mixers` is a share of the steps, and of `convert.from_pretrained`.
@@ -81,7 +83,7 @@ def main(
     recipes, console = {name: recipe_of(name) for name in recipe or RECIPES}, Console()
     original, tokenizer = convert.load_original(model), open_tokenizer(model, f"model={model!r}")
     limit = original.config.max_position_embeddings - convert.unused_positions(original.config)
-    before, after = adopt.special_tokens(tokenizer)
+    before, after = special_tokens(tokenizer)
     adopt.PASSAGES = passages
     full = adopt.encode_passages(tokenizer, adopt.read(find_files(held_out)), limit)
     # The same passages, cut to random lengths.
@@ -91,7 +93,7 @@ def main(
     rows = distill.encode_documents(find_files(text), tokenizer, length, before, after)
     if len(rows) > documents:
         rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:documents]]
-    pooling = adopt.SentencePooling(adopt.source_folder(model, None))
+    pooling = Pooling.of(adopt.source_folder(model, None))
     expected = {name: embed(original, own, pooling.pool) for name, own in sets.items()}
 
     def agreement(network: Any) -> dict[str, dict[str, float]]:
@@ -114,7 +116,7 @@ def main(
             settings = distill.Settings(mixer_steps=int(fields.pop("mixers", 0) * steps), **fields)
             recorded = {"model": model, "config": config, "hash": distill.rows_hash(rows)}
             run = out / f"run-{name.replace('/', '_')}"
-            sizes = {"chunk": limit, "special": (len(before), len(after)), "first_token": pooling.first_token}
+            sizes = {"chunk": limit, "special": (len(before), len(after)), "first_token": pooling.mode == "cls"}
             if code := distill.distill(student, original, rows, run, settings, recorded, console, **sizes):
                 raise typer.Exit(code)
             distill.clean(run)

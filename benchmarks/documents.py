@@ -34,6 +34,7 @@ from transformers import AutoModel
 from linformers import LinformerModel, convert
 from linformers.checks import check_choice, make_folder
 from linformers.errors import UserError
+from linformers.pooling import Pooling
 from linformers.progress import progress
 from linformers.provenance import commit, environment
 from linformers.training import adopt
@@ -42,6 +43,7 @@ from linformers.training.corpus import open_tokenizer
 from linformers.training.data import titled_documents
 from linformers.training.distill import token_ids
 from linformers.training.predict import BRANCHES, without_branch
+from linformers.training.rows import special_tokens
 from linformers_cli import run_script
 
 ARTICLES, LEAST, LATE, SPAN = 1500, 1500, 1000, 40  # articles, tokens of each, where late spans begin, tokens of a span
@@ -65,13 +67,13 @@ class Encoder:
     load: Callable[[], Any]
     size: int
     tokenizer: Any
-    pooling: adopt.SentencePooling
+    pooling: Pooling
     whole: bool = True
 
     def chunks(self, ids: Sequence[int], kind: str) -> list[list[int]]:
         """A text as inputs of the model: one, or with `whole` as many as it takes."""
-        before, after = adopt.special_tokens(self.tokenizer)
-        before = [*before, *self.pooling.prompt(kind, self.tokenizer)]
+        before, after = special_tokens(self.tokenizer)
+        before = [*before, *self.tokenizer(self.pooling.prompt(kind), add_special_tokens=False)["input_ids"]]
         size = self.size - len(before) - len(after)
         starts = range(0, max(len(ids), 1), size) if self.whole else [0]
         return [[*before, *ids[start : start + size], *after] for start in starts]
@@ -81,7 +83,7 @@ def encoders(original: str, models: Sequence[str], length: int) -> dict[str, Enc
     """The original, which reads a text in chunks or its beginning alone, and the models, named `name=folder`."""
     network = convert.load_original(original)
     tokenizer = open_tokenizer(original, f"original={original!r}")
-    pooling = adopt.SentencePooling(adopt.source_folder(original, None))
+    pooling = Pooling.of(adopt.source_folder(original, None))
     limit = network.config.max_position_embeddings - convert.unused_positions(network.config)
     if not type(network).__name__.endswith("Model"):
         raise UserError(f"original={original!r} is a {type(network).__name__}, expected an encoder without a head")
@@ -128,7 +130,7 @@ def articles(folder: Path, tokenizer: Any, length: int) -> tuple[str, list[str],
 def retrieval(rows: dict[str, Encoder], data: Path, length: int, console: Console) -> dict[str, Any]:
     """Recall of articles by their titles and by spans of them, and the differences to the mean of chunks."""
     tokenizer = rows[BASELINE].tokenizer
-    _, ends = adopt.special_tokens(tokenizer)
+    _, ends = special_tokens(tokenizer)
     shard, titles, documents = articles(data, tokenizer, length - 2 * len(ends))
     random = np.random.default_rng(0)
     queries = {"title": list(token_ids(tokenizer, titles))}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from .files import read_json
 POOLINGS = ("mean", "cls")
 # The names of sentence-transformers for what precedes a document, in its order of preference.
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+# The files of a sentence-transformers folder that say how to make a vector of a text.
+MODULES, PROMPTS, SETTINGS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 
 
 def first_real_token(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
@@ -41,23 +46,24 @@ class Pooling:
     include_prompt: bool = True  # whether the tokens of the prompt count in the mean
     prompts: dict[str, str] = field(default_factory=dict)  # what precedes a text, by the name of its purpose
     default_prompt: str | None = None  # the name of the prompt where no other fits
+    folder: Path | None = None  # which says so, if there is one
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
         """What the folder of a model says; the mean of all tokens, without prompts, if it says nothing."""
-        if not (folder / "modules.json").exists():
+        if not (folder / MODULES).exists():
             return cls()
-        modules = read_json(folder / "modules.json")
-        kinds = [str(part.get("type", "")).rsplit(".", 1)[-1] for part in modules if isinstance(part, dict)]
+        modules = read_json(folder / MODULES)
+        if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+            raise UserError(f"{folder / MODULES} is damaged: it is not a list of modules of sentence-transformers")
+        kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
         if other := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
-            raise UserError(
-                f"{folder / 'modules.json'} has a module {other[0]!r}, which only sentence-transformers runs"
-            )
+            raise UserError(f"{folder / MODULES} has a module {other[0]!r}, which only sentence-transformers runs")
         mode, include_prompt = "mean", True
         for path in sorted(folder.glob("*_Pooling/config.json")):
             settings = read_json(path)
             mode, include_prompt = _mode(settings, path), settings.get("include_prompt", True) is not False
-        path, default = folder / "config_sentence_transformers.json", None
+        path, default = folder / PROMPTS, None
         prompts: dict[str, str] = {}
         if path.exists():
             settings = read_json(path)
@@ -66,7 +72,11 @@ class Pooling:
                 raise UserError(f"{path} is damaged: its prompts must be texts by name")
             if default is not None and default not in prompts:
                 raise UserError(f"{path} is damaged: its default_prompt_name {default!r} is not one of its prompts")
-        return cls(mode, include_prompt, prompts, default)
+        return cls(mode, include_prompt, prompts, default, folder)
+
+    def pool(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+        """The vectors (b, d) of hidden states (b, n, d), not normalized."""
+        return (first_real_token if self.mode == "cls" else mean_of_real_tokens)(hidden_states, mask)
 
     def prompt(self, purpose: str) -> str:
         """What precedes a text: purpose is `"document"`, `"query"`, `"none"`, or the name of one of the prompts."""
@@ -80,6 +90,37 @@ class Pooling:
             known = ", ".join(map(repr, ("document", "query", "none", *self.prompts)))
             raise UserError(f"prompt={purpose!r} is not one of {known}")
         return ""
+
+    def write(self, folder: Path, length: int) -> None:
+        """Copy the description to the folder of a model that reads `length` tokens."""
+        if self.folder is None:
+            return
+        for name in (MODULES, PROMPTS, SETTINGS):
+            if (self.folder / name).exists():
+                shutil.copy(self.folder / name, folder / name)
+        for path in self.folder.glob("[0-9]*_*/config.json"):
+            (folder / path.parent.name).mkdir()
+            shutil.copy(path, folder / path.parent.name / path.name)
+        if (folder / SETTINGS).exists():
+            settings = read_json(folder / SETTINGS) | {"max_seq_length": length}
+            (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def write_mean_pooling(folder: Path, length: int, size: int) -> None:
+    """Describe vectors of `size` channels, the normalized mean of all tokens, to sentence-transformers."""
+    paths = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for idx, (path, kind) in enumerate(paths.items())
+    ]
+    contents: dict[str, Any] = {
+        MODULES: modules,
+        "1_Pooling/config.json": {"word_embedding_dimension": size, "pooling_mode_mean_tokens": True},
+        SETTINGS: {"max_seq_length": length, "do_lower_case": False},
+    }
+    (folder / "1_Pooling").mkdir()
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _mode(settings: dict[str, object], path: Path) -> str:

@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from linformers import LinformerForMaskedLM, files
+from linformers.pooling import write_mean_pooling
 from linformers.training import bundle as bundling
 from linformers.training import checkpoints, recipe
 from linformers.training.bundle import bundle
-from linformers.training.contrast import write_mean_pooling
 
 from ..modes import refused
 from . import small

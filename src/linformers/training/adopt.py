@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import convert
 from ..checks import make_folder
 from ..errors import UserError
+from ..pooling import MODULES, PROMPTS, SETTINGS, Pooling
 from ..progress import progress
 from .checkpoints import full_tensor
 from .contrast import LEARNED, Contrast, train_vectors
@@ -28,7 +29,7 @@ from .distill import Settings, clean, encode_documents, rows_hash
 from .distill import distill as run_distillation
 from .predict import BRANCHES, CLASSIFY, FILL_MASK, without_branch
 from .pretrain import describe, model_card, save_model
-from .sentences import SENTENCE_FILES, SentencePooling, special_tokens
+from .rows import special_tokens
 
 # Passages to compare, and the seconds for which a model's speed is measured.
 PASSAGES, SECONDS, BATCH = 24, 4.0, 8
@@ -128,7 +129,7 @@ class Conversion:
         self.n = self.tokenizer.model_max_length = self.converted.config.max_position_embeddings
         self.before, self.after = special_tokens(self.tokenizer)
         self.passages = encode_passages(self.tokenizer, read(files), min(self.limit, self.n))
-        self.pooling = SentencePooling(source_folder(model, revision))
+        self.pooling = Pooling.of(source_folder(model, revision))
         self.recorded: dict[str, Any] = {"model": model, "revision": revision, "config": config}
 
     def compare(self, branches: bool = True) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class Conversion:
         rows = encode_documents(files, self.tokenizer, self.n, self.before, self.after)
         self.recorded |= {"rows": len(rows), "hash": rows_hash(rows)}
         sizes: dict[str, Any] = {"chunk": self.limit, "special": (len(self.before), len(self.after))}
-        sizes["first_token"] = self.pooling.first_token
+        sizes["first_token"] = self.pooling.mode == "cls"
         inputs = (rows, run, settings, self.recorded, self.console)
         return run_distillation(self.converted, self.original, *inputs, **sizes)
 
@@ -210,7 +211,9 @@ def source_folder(model: str, revision: str | None) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, allow_patterns=[*SENTENCE_FILES, "*_*/config.json"]))
+    return Path(
+        snapshot_download(model, revision=revision, allow_patterns=[MODULES, PROMPTS, SETTINGS, "*_*/config.json"])
+    )
 
 
 def compare(

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
+from .rows import special_tokens
 
 T = TypeVar("T")
 OVERLAP = 8  # neighboring parts of a long text share at least 1/8 of what the model reads
@@ -84,10 +85,7 @@ class TextEncoder:
         backend.no_padding()
         backend.no_truncation()
         self.backend, self.max_length, self.prompt, self.with_offsets = backend, max_length, prompt, with_offsets
-        letter = backend.encode("a")
-        is_special = letter.special_tokens_mask
-        ids = np.array(letter.ids)
-        self.before, self.after = ids[: is_special.index(0)], ids[len(ids) - is_special[::-1].index(0) :]
+        self.before, self.after = map(np.array, special_tokens(tokenizer))
         self.prompt_tokens = len(backend.encode(prompt, add_special_tokens=False).ids)
         self.room = max_length - len(self.before) - len(self.after) - self.prompt_tokens
         special = len(self.before) + len(self.after) + self.prompt_tokens

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
+from ..pooling import Pooling
 from .adopt import PURPOSES
 from .checkpoints import load_any
 from .pretrain import save_model
 from .rows import load_tokenizer
-from .sentences import SentencePooling
 
 MAX_FILE = 16_000_000  # bytes of a file of weights
 HEADER = 100_000  # of which its header may have so many
@@ -30,7 +30,7 @@ def bundle(model: Path, out: Path) -> None:
     if large:
         raise UserError(f"model={str(model)!r} has {large[0]}, which alone takes more than {MAX_FILE:,} bytes")
     weights = {name: own.detach().to(torch.bfloat16) for name, own in parameters.items()}
-    card, pooling = model / "README.md", SentencePooling(model)
+    card, pooling = model / "README.md", Pooling.of(model)
     save_model(
         out,
         network,

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import check_positive, check_size, make_folder
 from ..errors import UserError
+from ..pooling import Pooling, write_mean_pooling
 from .checkpoints import load_any, model_hash
 from .data import find_files, titled_documents
 from .distill import clean, rows_hash, run_stage, token_ids
 from .pretrain import describe, model_card, save_model
-from .rows import EpochOrder, collate, load_tokenizer
-from .sentences import SentencePooling, special_tokens, write_mean_pooling
+from .rows import EpochOrder, collate, load_tokenizer, special_tokens
 from .trainer import ExactTrainer, read_metrics
 
 SPAN = 40  # tokens of a span
@@ -145,7 +145,7 @@ def encode_titled(
 def train_vectors(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    pooling: SentencePooling,
+    pooling: Pooling,
     files: Sequence[Path],
     run: Path,
     settings: Contrast,
@@ -168,7 +168,10 @@ def train_vectors(
         command: `"contrast"` or `"convert"`.
     """
     before, after = special_tokens(tokenizer)
-    prefixes = {kind: [*before, *pooling.prompt(kind, tokenizer)] for kind in ("document", "query")}
+    prefixes = {
+        kind: [*before, *tokenizer(pooling.prompt(kind), add_special_tokens=False)["input_ids"]]
+        for kind in ("document", "query")
+    }
     length = student.config.max_position_embeddings
     rows = encode_titled(files, tokenizer, length, max(map(len, prefixes.values())) + len(after))
 
@@ -205,7 +208,7 @@ def contrast(
         find_files(text, "text"),
     )
     make_folder("out", out.parent)
-    pooling, run, config = SentencePooling(model), out.with_name(f"{out.name}.contrast"), network.config
+    pooling, run, config = Pooling.of(model), out.with_name(f"{out.name}.contrast"), network.config
     start = {"model": str(model), "sha256": model_hash(model)}
     inputs = (pooling, found, run, settings, {"start": start}, console)
     if code := train_vectors(network.base_model, tokenizer, *inputs, command="contrast"):

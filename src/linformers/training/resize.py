@@ -10,11 +10,11 @@ from rich.console import Console
 
 from ..checks import check_size, make_folder
 from ..errors import UserError
+from ..pooling import Pooling
 from .adopt import PURPOSES
 from .checkpoints import load_any, model_hash
 from .pretrain import describe, model_card, save_model
 from .rows import load_tokenizer
-from .sentences import SentencePooling
 
 
 def resize(
@@ -44,7 +44,7 @@ def resize(
     text = f"Resized from `{model}` (sha256 `{model_hash(model)}`), which has n = {old_n:,} and k = {old_k:,}."
     make_folder("out", out.parent)
     card = model_card(PURPOSES[type(network).__name__], describe(config), text, command)
-    pooling = SentencePooling(model)
+    pooling = Pooling.of(model)
     save_model(out, network, network.state_dict(), tokenizer, card, lambda folder: pooling.write(folder, n))
     say = f"model for n={n:,} in {out}"
     if n * old_k == old_n * k:

@@ -152,6 +152,13 @@ def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase
     return tokenizer
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    letter = tokenizer("a", return_special_tokens_mask=True)
+    ids, is_special = letter["input_ids"], letter["special_tokens_mask"]
+    return ids[: is_special.index(0)], ids[len(ids) - is_special[::-1].index(0) :]
+
+
 def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
     """Rows with at most `max_length` `input_ids`, `label`, and `cut`: whether the text was longer.
 
