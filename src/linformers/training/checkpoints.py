@@ -16,7 +16,6 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import Tensor, nn
 
-from .. import LinformerConfig, modeling
 from ..checks import check_model, check_no_run, check_weights_open
 from ..errors import UserError
 from ..files import (
@@ -68,6 +67,8 @@ def load_whole(model_class: Any, folder: Path, new: str | None = None, **options
 
 def load_any(folder: Path, names: Iterable[str], **options: Any) -> Any:
     """The model in a folder, with its head; its class must be one of `names`."""
+    from .. import LinformerConfig, modeling  # `linformers prepare` uses this module without the models
+
     check_model("model", folder)
     name = (LinformerConfig.from_pretrained(folder).architectures or ["LinformerModel"])[0]
     if name not in (names := list(names)):

@@ -152,7 +152,7 @@ def search(
                 dumps({"rank": rank, **shown}, ensure_ascii=False), markup=False, highlight=False, soft_wrap=True
             )
             continue
-        console.print(f"{rank}. {entry['id']}  {entry['score']:.3f}", markup=False, highlight=False)
+        console.print(f"{rank}. {entry['id']}  {entry['score']:.3f}", markup=False, highlight=False, soft_wrap=True)
         if "passage" in entry:
             passage = " ".join(entry["passage"].split())
             console.print(f"   {passage}", markup=False, highlight=False, style="dim")
