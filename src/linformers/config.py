@@ -173,6 +173,7 @@ class LinformerConfig(PreTrainedConfig):
     initial_self_score: float | None = 6.5
 
     def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("auto_map", None)  # of a file: our classes are here
         self._refuse_misspelled(kwargs)
         self._check_early(kwargs)
         for name in (*SIZES, "projected_length", "local_window"):
@@ -220,8 +221,7 @@ class LinformerConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers, but a file cannot name code on the hub: only the caller can, in `attn_implementation`."""
-        values = {name: value for name, value in config_dict.items() if name != "auto_map"}  # our classes are here
-        loaded = super().from_dict(values, **kwargs)
+        loaded = super().from_dict(config_dict, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         kernel = config._attn_implementation
         if "attn_implementation" not in kwargs and kernel is not None and "/" in kernel:
