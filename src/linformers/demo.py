@@ -120,6 +120,7 @@ def time_of_reading(own: LinformerConfig, lengths: Sequence[int], console: Conso
 
 def time_table(seconds: dict[str, list[Any]]) -> Table:
     table = Table("tokens", LINFORMER, TWIN, "twin / Linformer")
+    table.caption = "both of the model's sizes, with random weights"
     for (n, own), (_, twin) in zip(seconds[LINFORMER], seconds[TWIN], strict=True):
         table.add_row(f"{n:,}", f"{own:.3f} s", f"{twin:.3f} s", f"{twin / own:.2f}")
     return table
