@@ -35,6 +35,8 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Threads that spin while they wait take up to three times as long beside other busy processes.
+demo: export OMP_WAIT_POLICY ?= PASSIVE
 demo: setup
 	$(RUN) linformers demo $(ARGS)
 

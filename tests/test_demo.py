@@ -83,7 +83,7 @@ def test_time(quick, model, tmp_path):
         ("64", "0.250", "0.125", "0.50"),
         ("128", "0.500", "2.000", "4.00"),
     ]
-    assert "128 tokens take 0.5 s; with full attention, 2 s, 4.0 times as long\n" in output
+    assert "128 tokens take 0.50 s; with full attention, 2.00 s, 4.0 times as long\n" in output
     assert f"The picture is {tmp_path / 'time.png'}\n" in output
     assert (tmp_path / "time.png").stat().st_size > 10_000
     assert "  linformers embed FOLDER --out vectors.parquet\n" in output

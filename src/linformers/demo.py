@@ -68,7 +68,7 @@ def run(
     seconds = time_of_reading(LinformerConfig.from_pretrained(model), lengths, console)
     console.print(time_table(seconds))
     (longest, own), (_, twin) = (seconds[name][-1] for name in (LINFORMER, TWIN))
-    line = f"{longest:,} tokens take {own:.2g} s; with full attention, {twin:.2g} s, {twin / own:.1f} times as long"
+    line = f"{longest:,} tokens take {own:.2f} s; with full attention, {twin:.2f} s, {twin / own:.1f} times as long"
     console.print(line, highlight=False)
     if picture := plots.times(seconds, out / "time.png"):
         console.print(f"The picture is {picture}", markup=False, highlight=False, soft_wrap=True)
