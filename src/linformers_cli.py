@@ -387,13 +387,22 @@ def verify(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 600,
+    pretrain: Annotated[
+        bool, typer.Option("--pretrain", help="Instead, pretrain Linformers and a Transformer: three to five minutes.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="With --pretrain, training steps of each model.", show_default="600")
+    ] = None,
     out: Out = Path("runs/demo"),
 ) -> None:
-    """Measure and pretrain Linformers and a comparable Transformer: three to five minutes on two cores, offline."""
+    """Embed and search Python's documentation, and time full attention beside it: two minutes on two cores, offline."""
+    if steps is not None and not pretrain:
+        raise typer.BadParameter(f"{steps} has no effect without --pretrain.", param_hint="--steps")
     from linformers import demo
 
-    raise typer.Exit(demo.run(steps, out, _console()))
+    if pretrain:
+        raise typer.Exit(demo.run_pretraining(steps or 600, out, _console()))
+    demo.run(out, _console())
 
 
 @app.command()

@@ -1,14 +1,19 @@
-"""`linformers demo`: Linformers beside a Transformer, first their cost over n, then pretraining on Python's sources."""
+"""`linformers demo`: search Python's documentation, and time the model beside its twin; or pretrain both."""
 
 from __future__ import annotations
 
+import ast
 import itertools
+import json
 import math
+import shlex
 import shutil
 import statistics
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -16,13 +21,125 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from . import plots
-from .benchmark.efficiency import compare, curves, tables
+from . import LinformerConfig, plots
+from .benchmark import efficiency, measure
 from .checks import make_folder
+from .files import write_file
+from .progress import steps as progress_of
+from .shipped import ENGLISH
 from .training.corpus import Corpus
+from .training.embed import embed_files
 from .training.prepare import prepare
 from .training.pretrain import pretrain
+from .training.search import search
 from .training.trainer import read_metrics
+
+QUERIES = (
+    "How do I copy a folder with everything in it?",
+    "How can one thread wait until another has finished?",
+    "Which characters may the name of a variable contain?",
+)
+LINFORMER, TWIN = "Linformer", "Transformer twin"
+
+
+def run(
+    out: Path,
+    console: Console,
+    *,
+    model: Path = ENGLISH,
+    characters: tuple[int, int] = (2_000, 20_000),  # of a document, at least and at most
+    lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192),  # tokens of the documents to time
+) -> None:
+    """Embed Python's documentation, search it, and time the model beside its twin with full attention."""
+    make_folder("out", out)
+    console.print("[bold]1. Embed Python's documentation[/bold]: manual and docstrings of modules")
+    documents, vectors = out / "documents.jsonl", out / "vectors.parquet"
+    write_file(documents, "".join(json.dumps(row) + "\n" for row in python_documents(*characters)))
+    vectors.unlink(missing_ok=True)
+    show(console, embed := ["embed", str(documents), "--out", str(vectors)])
+    embed_files([documents], vectors, model=model, console=console, command=shlex.join(["linformers", *embed]))
+
+    console.print("\n[bold]2. Search[/bold]: the best document and its best passage")
+    for query in QUERIES:
+        show(console, ["search", str(vectors), query, "--best", "1"])
+        search(vectors, query=query, model=model, best=1, console=console)
+
+    console.print("\n[bold]3. Time[/bold] to read a document, beside the twin with full attention")
+    seconds = time_of_reading(LinformerConfig.from_pretrained(model), lengths, console)
+    console.print(time_table(seconds))
+    (longest, own), (_, twin) = (seconds[name][-1] for name in (LINFORMER, TWIN))
+    line = f"{longest:,} tokens take {own:.2f} s; with full attention, {twin:.2f} s, {twin / own:.1f} times as long"
+    console.print(line, highlight=False)
+    if picture := plots.times(seconds, out / "time.png"):
+        console.print(f"The picture is {picture}", markup=False, highlight=False, soft_wrap=True)
+
+    console.print("\nWhat to try next, on your own files:")
+    suggest(
+        console,
+        "linformers embed FOLDER --out vectors.parquet",
+        "linformers search vectors.parquet 'what to look for'",
+        "linformers finetune reviews.csv --text review --label stars --out runs/reviews",
+    )
+
+
+def python_documents(least: int, most: int) -> Iterator[dict[str, str]]:
+    """The documents of every Python installation that have so many characters, each with an id."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    texts = {f"manual: {name}": text for name, text in topics.items()}
+    for path in standard_library():
+        name = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+        texts[f"module: {name}"] = documentation(path)
+    return ({"id": id, "text": text} for id, text in texts.items() if least <= len(text) <= most)
+
+
+def documentation(path: Path) -> str:
+    """The docstrings of a module, each below the name of what it describes."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    found = ((getattr(node, "name", path.stem), ast.get_docstring(node)) for node in nodes)
+    return "\n\n".join(f"{name}: {text}" for name, text in found if text)
+
+
+def time_of_reading(own: LinformerConfig, lengths: Sequence[int], console: Console) -> dict[str, list[Any]]:
+    """Points (n, seconds) of a model of these sizes and of its twin with full attention; the weights are random."""
+    fields = own.to_dict() | {"max_position_embeddings": max(own.max_position_embeddings, *lengths)}
+    full = fields | {"projection": "identity", "local_window": 0}
+    models = {name: efficiency.build(LinformerConfig(**own)) for name, own in {LINFORMER: fields, TWIN: full}.items()}
+    points: dict[str, list[Any]] = {name: [] for name in models}
+    with progress_of(console, len(lengths)) as begin:
+        for n in lengths:
+            begin(f"{n:,} tokens")
+            runs = {name: efficiency.random_run(model, n, "inference", False, 1) for name, model in models.items()}
+            for warm_up in runs.values():
+                warm_up()
+            for name, seconds in measure.interleaved(runs).items():
+                points[name].append((n, seconds))
+    return points
+
+
+def time_table(seconds: dict[str, list[Any]]) -> Table:
+    table = Table("tokens", LINFORMER, TWIN, "twin / Linformer")
+    table.caption = "both of the model's sizes, with random weights"
+    for (n, own), (_, twin) in zip(seconds[LINFORMER], seconds[TWIN], strict=True):
+        table.add_row(f"{n:,}", f"{own:.3f} s", f"{twin:.3f} s", f"{twin / own:.2f}")
+    return table
+
+
+def show(console: Console, arguments: Sequence[str]) -> None:
+    """The command that does what follows."""
+    line = f"$ {shlex.join(['linformers', *arguments])}"
+    console.print(line, style="cyan", markup=False, highlight=False, soft_wrap=True)
+
+
+def suggest(console: Console, *commands: str) -> None:
+    # `make demo` runs in a virtual environment that the shell has not activated.
+    activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
+    for command in (*activate, *commands):
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+# Pretraining, side by side: `linformers demo --pretrain`.
 
 SIZE: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 LENGTHS, TOKENS, PROJECTED, WINDOW = (256, 512, 1024, 2048, 4096), 8192, 128, 8
@@ -36,14 +153,14 @@ MODELS = {
 }
 
 
-def run(steps: int, out: Path, console: Console) -> int:
-    """Run the demo, without repeating finished runs; return 0, or the exit code of a run that a signal stopped."""
+def run_pretraining(steps: int, out: Path, console: Console) -> int:
+    """Pretrain the models, without repeating finished runs; returns 0, or the exit code if a signal stopped one."""
     make_folder("out", out)
     console.print(f"[bold]1. Cost of a pass[/bold] of {TOKENS:,} tokens, as sequences get longer")
     models = ("unfused", "twin", "linformer")
-    measured = compare(LENGTHS, [PROJECTED], tokens=TOKENS, console=console, models=models, **SIZE)
+    measured = efficiency.compare(LENGTHS, [PROJECTED], tokens=TOKENS, console=console, models=models, **SIZE)
     cells = list(itertools.chain.from_iterable(measured))
-    for table in tables(cells, "inference"):
+    for table in efficiency.tables(cells, "inference"):
         console.print(table)
 
     console.print("\n[bold]2. Pretraining on the sources of Python's standard library[/bold]")
@@ -53,7 +170,7 @@ def run(steps: int, out: Path, console: Console) -> int:
         prepare(files, corpus, vocab_size=VOCABULARY, validation_share=0.03, console=console)
     for name, changes in MODELS.items():
         folder = out / f"{name.lower().replace(' ', '-')}-{steps}"
-        if code := pretrain(recipe, [*changes, f"out={folder}"], console=console, command="linformers demo"):
+        if code := pretrain(recipe, [*changes, f"out={folder}"], console=console, command="linformers demo --pretrain"):
             return code
         records[name] = read_metrics(folder)
     baseline = frequency_perplexity(Corpus.open(corpus))
@@ -62,19 +179,17 @@ def run(steps: int, out: Path, console: Console) -> int:
         console.print(f"{steps} steps are too few for {', '.join(behind)} to learn from context; try more with --steps")
 
     axis = f"sequence length n ({TOKENS:,} tokens per pass)"
-    plots.efficiency(curves(cells, "milliseconds"), curves(cells, "mebibytes"), out / "cost.png", axis)
+    milliseconds, mebibytes = (efficiency.curves(cells, value) for value in ("milliseconds", "mebibytes"))
+    plots.efficiency(milliseconds, mebibytes, out / "cost.png", axis)
     plots.training(records, out / "training.png")
     console.print(f"\nResults and figures are in {out}. What to try next:", highlight=False)
-    # `make demo` runs in a virtual environment that the shell has not activated.
-    activate = [] if shutil.which("linformers") else [f". {Path(sys.executable).parent / 'activate'}"]
-    for command in (
-        *activate,
+    suggest(
+        console,
         f"echo '{SENTENCE}' | linformers predict",
-        f"linformers demo --steps {10 * steps} --out {out}",
+        f"linformers demo --pretrain --steps {10 * steps} --out {out}",
         "linformers prepare FOLDER_OF_TEXT --out data/mine",
         "linformers pretrain recipes/cpu.yaml data=data/mine",
-    ):
-        console.print(f"  {command}", highlight=False, soft_wrap=True)
+    )
     return 0
 
 

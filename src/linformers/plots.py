@@ -115,6 +115,16 @@ def efficiency(milliseconds: Curves, mebibytes: Curves, path: Path, xlabel: str)
 
 
 @optional()
+def times(seconds: Curves, path: Path) -> Path | None:
+    """Time to read a document over its length; returns the path, or None without matplotlib."""
+    figure, (axes,) = new_figure(1, 4.8, 3.8)
+    against_length(axes, seconds, title="Time to read a document", ylabel="seconds", xlabel="tokens of the document")
+    one_legend(figure, [axes], "outside lower center")
+    save(figure, path)
+    return path
+
+
+@optional()
 def training(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Training loss and validation perplexity over the step, from the records of each run."""
     figure, axes = new_figure(2, 7.6, 3.4)
