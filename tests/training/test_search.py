@@ -136,3 +136,12 @@ def test_files_that_are_not_what_they_should_be(random, model, tmp_path):
     out.with_suffix(".json").write_text("{}")
     with refused("has a description of format None, expected 1: embed again"):
         found(out)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [(6, 13, "quick brown"), (4, 15, "quick brown"), (3, 16, " quick brown "), (0, 2, "the"), (16, 18, "fox")],
+)
+def test_passages_have_whole_words(start, stop, expected):
+    text = "the quick brown fox"
+    assert text[slice(*search.whole_words(text, start, stop))] == expected

@@ -357,6 +357,7 @@ def _write_blocks(
             else:
                 meter.skip(characters)
             blocks, read = block.number + 1, block.start + len(block.texts)
+        bars.update(task, completed=100)
     if not read:
         raise UserError(f"{', '.join(map(str, documents.sources))} has no documents")
     return blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -193,7 +194,19 @@ def add_passages(index: Index, embedder: Embedder, query: str, found: list[dict[
                 values = np.asarray(embedder.embed([text[start:stop] for start, stop in spans]))
             entry["start"], entry["end"] = map(int, spans[int(np.argmax(values @ vector))])
     for entry in entries:
-        entry["passage"] = texts[entry["document"]][entry["start"] : entry["end"]]
+        text = texts[entry["document"]]
+        entry["start"], entry["end"] = whole_words(text, entry["start"], entry["end"])
+        entry["passage"] = text[entry["start"] : entry["end"]]
+
+
+def whole_words(text: str, start: int, stop: int, most: int = 30) -> tuple[int, int]:
+    """The characters of a passage and of the words that it cuts, of which it adds at most `most` on each side."""
+    before, after = text[max(0, start - most) : start], text[stop : stop + most]
+    if not text[start : start + 1].isspace():
+        start -= len(re.findall(r"\S*$", before)[0])
+    if not text[stop - 1 : stop].isspace():
+        stop += len(re.findall(r"^\S*", after)[0])
+    return start, stop
 
 
 def _texts(index: Index, wanted: dict[int, str]) -> dict[int, str]:
