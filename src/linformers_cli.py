@@ -189,7 +189,7 @@ def convert(
     ] = None,
     revision: Revision = None,
 ) -> None:
-    """Turn an encoder with full attention into a long, linear one, and report how alike they are."""
+    """Turn an encoder with full attention into a long, linear one, and report how closely they agree."""
     from linformers.training import adopt
 
     config: dict[str, Any] = {"length": length, "projected_length": projected, "local_window": window}
@@ -213,7 +213,7 @@ def contrast(
     batch_size: Annotated[int, typer.Option(min=2, help="Documents in a step, each a negative of the others.")] = 48,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
 ) -> None:
-    """Train a model's vectors: documents against their titles or spans; run it again to continue after a stop."""
+    """Train a model for search: match documents to their titles or spans; run it again to continue after a stop."""
     from linformers.training import contrast
 
     settings = contrast.Contrast(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
@@ -278,7 +278,7 @@ def embed(
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Give vectors length 1.")] = True,
     prompt: Annotated[
-        str, typer.Option(help="What precedes each text: document, query, none, or a name in the model's folder.")
+        str, typer.Option(help="Prefix of each text: document, query, none, or a name in the model's folder.")
     ] = "document",
     late_chunks: Annotated[
         int | None,
@@ -299,7 +299,7 @@ def embed(
 
 @app.command()
 def search(
-    vectors: Annotated[Path, typer.Argument(**FILE, help="File of linformers embed.")],
+    vectors: Annotated[Path, typer.Argument(**FILE, help="Output of linformers embed.")],
     query: Annotated[str, typer.Argument(help="What to look for, in words.")],
     model: Annotated[
         Path | None, typer.Option(**FOLDER, help="Folder of the model.", show_default="the model of the vectors")
@@ -365,7 +365,7 @@ def resize(
     out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the result.")],
     projected: Annotated[int | None, typer.Option(min=1, help="Projected length k.", show_default="as it is")] = None,
 ) -> None:
-    """Make a model accept longer (or only shorter) input."""
+    """Change a model's maximum input length."""
     options = {**locals()}
     from linformers.training import resize
 

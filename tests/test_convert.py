@@ -189,9 +189,7 @@ def test_other_architectures_are_refused(kind, message, tmp_path):
 
 
 def test_what_does_not_fit_is_named(tmp_path):
-    with refused(
-        "a model of type 'linformer' cannot be converted: it is a Linformer already; resize_length lengthens it"
-    ):
+    with refused("a model of type 'linformer' cannot be converted: it is a Linformer already: use linformers resize"):
         from_pretrained(LinformerModel(modes.config()))
     with refused("BertForMultipleChoice has a head without a counterpart: load its encoder with AutoModel"):
         from_pretrained(original("bert", "ForMultipleChoice"))

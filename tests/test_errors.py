@@ -40,3 +40,11 @@ def test_a_damaged_file_of_a_model_is_named(name, content, tmp_path):
         (tmp_path / own).write_text(content if own == name else "{}")
     with pytest.raises(UserError, match=f"{name} is damaged"):
         check_model("model", tmp_path)
+
+
+def test_a_model_of_another_type_is_named(tmp_path):
+    """Files that nobody reads may hold anything, such as a list."""
+    for name, content in {"config.json": '{"model_type": "bert"}', "tokenizer.json": "{}", "data.json": "[1]"}.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="is of the type 'bert', not a Linformer: linformers convert MODEL"):
+        check_model("model", tmp_path)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import UserError
-from .files import TOKENIZER_FILES, check_files, read_json
+from .files import TOKENIZER_FILES, check_files, parse_json, read_bytes, read_json
 
 MAX_WORKERS = 256
 
@@ -146,7 +146,12 @@ def check_model(name: str, folder: Path) -> None:
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
     for path in folder.glob("*.json"):  # transformers reads some of them without bounds
-        read_json(path)
+        is_read = any(map(path.match, ("config.json", *TOKENIZER_FILES)))  # others may hold lists
+        parse_json(read_bytes(path), path, dict if is_read else (dict, list))
+    kind = read_json(folder / "config.json").get("model_type", "linformer")
+    if kind != "linformer":
+        advice = "linformers convert MODEL --out DIR makes one of a BERT, RoBERTa, DistilBERT or ELECTRA"
+        raise UserError(f"{name}={str(folder)!r} is of the type {kind!r}, not a Linformer: {advice}")
     check_weights_open(folder)
 
 

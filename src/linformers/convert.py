@@ -168,7 +168,7 @@ OBSTACLES = {
     "big_bird": "it is long already, with attention of its own",
     "t5": "it is an encoder with a decoder",
     "bart": "it is an encoder with a decoder",
-    "linformer": "it is a Linformer already; resize_length lengthens it",
+    "linformer": "it is a Linformer already: use linformers resize",
     "gpt2": "it is a decoder, and Linformer has no causal mode",
     "llama": "it is a decoder, and Linformer has no causal mode",
 }

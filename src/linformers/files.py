@@ -50,7 +50,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     return content
 
 
-def parse_json(content: str | bytes, where: object, kind: type = dict) -> Any:
+def parse_json(content: str | bytes, where: object, kind: type | tuple[type, ...] = dict) -> Any:
     """The object in a JSON text, or the list; `where` names the text in errors."""
     too_deep = f"{where} is damaged: its lists and objects are nested more than {MAX_DEPTH} deep"
     try:
