@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import UserError
-from .files import TOKENIZER_FILES, check_files, parse_json, read_bytes, read_json
+from .files import TOKENIZER_FILES, check_files, parse_json, read_bytes
 
 MAX_WORKERS = 256
 
@@ -123,6 +123,17 @@ def make_folder(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} is not a writable folder: {error.strerror}") from None
 
 
+def check_empty_folder(name: str, folder: Path) -> None:
+    """Refuse a folder that has anything in it; it need not exist."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{name}={str(folder)!r} is not an empty folder: choose a new one")
+
+
+def check_new_file(name: str, path: Path) -> None:
+    if path.exists():
+        raise UserError(f"{name}={str(path)!r} exists already: delete it or choose another")
+
+
 def check_no_run(name: str, folder: Path) -> None:
     """Refuse the folder of a training run where its model is expected."""
     if (folder / "config.json").exists():
@@ -145,11 +156,11 @@ def check_model(name: str, folder: Path) -> None:
         raise UserError(f"{name}={str(folder)!r} contains no model: expected a folder written by pretrain or finetune")
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{name}={str(folder)!r} has no tokenizer: save one beside the model")
+    contents = {}
     for path in folder.glob("*.json"):  # transformers reads some of them without bounds
         is_read = any(map(path.match, ("config.json", *TOKENIZER_FILES)))  # others may hold lists
-        parse_json(read_bytes(path), path, dict if is_read else (dict, list))
-    kind = read_json(folder / "config.json").get("model_type", "linformer")
-    if kind != "linformer":
+        contents[path.name] = parse_json(read_bytes(path), path, dict if is_read else (dict, list))
+    if (kind := contents["config.json"].get("model_type", "linformer")) != "linformer":
         advice = "linformers convert MODEL --out DIR makes one of a BERT, RoBERTa, DistilBERT or ELECTRA"
         raise UserError(f"{name}={str(folder)!r} is of the type {kind!r}, not a Linformer: {advice}")
     check_weights_open(folder)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import convert
-from ..checks import make_folder
+from ..checks import check_empty_folder, make_folder
 from ..errors import UserError
 from ..pooling import MODULES, PROMPTS, SETTINGS, Pooling
 from ..progress import progress
@@ -79,8 +79,7 @@ def adopt(
     )
     # A kill between the two results leaves the second one and the runs, from which both are written again.
     for folder in [out, *([contrastive] if contrast and not contrast_run.exists() else [])]:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"out={str(folder)!r} is not an empty folder: choose a new one")
+        check_empty_folder("out", folder)
     make_folder("out", out.parent)
     if settings is not None and not distill:
         raise UserError("steps, batch_size and learning_rate have no effect without distill, the text to train on")

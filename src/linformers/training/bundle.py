@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..checks import check_empty_folder
 from ..errors import UserError
 from ..pooling import Pooling
 from .adopt import PURPOSES
@@ -22,8 +23,7 @@ def bundle(model: Path, out: Path) -> None:
 
     The copy loads in float32: most updates of a fine-tuning are too small for bfloat16.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    check_empty_folder("out", out)
     network = load_any(model, PURPOSES, dtype=torch.float32)
     parameters = dict(network.named_parameters())  # tied ones once
     large = [name for name, own in parameters.items() if 2 * own.numel() > MAX_FILE - HEADER]

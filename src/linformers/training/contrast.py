@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checks import check_positive, check_size, make_folder
+from ..checks import check_empty_folder, check_positive, check_size, make_folder
 from ..errors import UserError
 from ..pooling import Pooling, write_mean_pooling
 from .checkpoints import load_any, model_hash
@@ -200,8 +200,7 @@ def contrast(
 
     Training runs in a folder beside `out`, where it resumes. Returns an exit code, see `trainer.train`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    check_empty_folder("out", out)
     network, tokenizer, found = (
         load_any(model, CLASSES, dtype=torch.float32),
         load_tokenizer(model),

@@ -252,8 +252,7 @@ def embed_files(
     """
     if out.suffix not in (".npy", ".parquet"):
         raise UserError(f"out={str(out)!r} must be a file that ends in .npy or .parquet")
-    if out.exists():
-        raise UserError(f"out={str(out)!r} exists already: delete it or choose another")
+    checks.check_new_file("out", out)
     folder = out.with_name(f"{out.name}.parts")
     documents = Documents(sources, text, id, leave_out=folder)
     with processes() as (rank, count):

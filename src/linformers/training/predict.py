@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassification
-from ..checks import check_choice, check_model, check_share, check_size
+from ..checks import check_choice, check_model, check_new_file, check_share, check_size
 from ..errors import UserError
 from ..progress import progress
 from . import tasks
@@ -350,8 +350,7 @@ def open_output(path: Path, source: Path | None) -> Iterator[Any]:
     """A new file that appears when it is complete, also if some rows were wrong."""
     kinds: dict[str, Any] = {".jsonl": JsonLines, ".csv": Csv, ".parquet": Parquet}
     check_choice("the ending of out", path.suffix, kinds)
-    if path.exists():
-        raise UserError(f"out={str(path)!r} exists already: delete it or choose another")
+    check_new_file("out", path)
     unfinished, complete = path.with_name(f".{path.name}.unfinished"), False
     file = None if path.suffix == ".parquet" else unfinished.open("w", encoding="utf-8", newline="")
     writer = kinds[path.suffix](file or unfinished)

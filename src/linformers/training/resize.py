@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..checks import check_size, make_folder
-from ..errors import UserError
+from ..checks import check_empty_folder, check_size, make_folder
 from ..pooling import Pooling
 from .adopt import PURPOSES
 from .checkpoints import load_any, model_hash
@@ -31,8 +30,7 @@ def resize(
         command: for the card.
     """
     check_size("length", length)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={str(out)!r} is not an empty folder: choose a new one")
+    check_empty_folder("out", out)
     network = load_any(model, PURPOSES)
     before = copy.deepcopy(network.config)
     network.resize_length(before.next_valid_length(length), projected)
