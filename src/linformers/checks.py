@@ -134,6 +134,11 @@ def check_new_file(name: str, path: Path) -> None:
         raise UserError(f"{name}={str(path)!r} exists already: delete it or choose another")
 
 
+def refuse_nan(model: Path) -> NoReturn:
+    reason = "its weights are damaged, or its training diverged"
+    raise UserError(f"model={str(model)!r} computes NaN: {reason}")
+
+
 def check_no_run(name: str, folder: Path) -> None:
     """Refuse the folder of a training run where its model is expected."""
     if (folder / "config.json").exists():

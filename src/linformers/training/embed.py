@@ -166,8 +166,7 @@ class Embedder:
                 totals[first:stop] += values[: stop - first]
                 weights[first:stop] += counted[: stop - first]
         if np.isnan(totals).any():
-            reason = "its weights are damaged, or its training diverged"
-            raise UserError(f"model={str(self.folder)!r} computes NaN: {reason}")
+            checks.refuse_nan(self.folder)
         totals /= np.maximum(weights, 1)[:, None]
         if self.settings.normalize:
             norms = np.linalg.norm(totals, axis=1, keepdims=True)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassification
-from ..checks import check_choice, check_model, check_new_file, check_share, check_size
+from ..checks import check_choice, check_model, check_new_file, check_share, check_size, refuse_nan
 from ..errors import UserError
 from ..progress import progress
 from . import tasks
@@ -192,7 +192,7 @@ class Predictor:
                 yield {}
                 continue
             if own.isnan().any():
-                raise UserError(self._is_nan())
+                refuse_nan(self.model)
             several = config.problem_type == "multi_label_classification" or len(own) == 1
             scores = own if config.problem_type == "regression" else own.sigmoid() if several else own.softmax(-1)
             best = int(scores.argmax())
@@ -223,7 +223,7 @@ class Predictor:
                 hidden = self.network.linformer(**inputs).last_hidden_state[range(len(batch)), places]
                 scores, tokens = self.network.head(hidden).softmax(-1).topk(self.best)
             if scores.isnan().any():
-                raise UserError(self._is_nan())
+                refuse_nan(self.model)
             for part, ids, own in zip(batch, tokens.tolist(), scores.tolist(), strict=True):
                 words = map(self.tokenizer.decode, ids)
                 # A word without the space before it, unless it is white space.
@@ -231,9 +231,6 @@ class Predictor:
                     "guesses": [{"word": word.strip() or word, "score": s} for word, s in zip(words, own, strict=True)]
                 }
         return (found.get(number, {}) for number in range(len(block.texts)))
-
-    def _is_nan(self) -> str:
-        return f"model={str(self.model)!r} computes NaN: its weights are damaged, or its training diverged"
 
 
 class LongTexts:
