@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
+
+from . import dispatch
+from .compiling import is_exporting
+from .launch import ceil_div, copy_back, next_power_of_2, upcast_if_interpreted
+
+ROWS, WARPS = 32, 4  # tokens of a program
 
 
 class Rotation(NamedTuple):
     """How to rotate tokens; must equal `reference.rotate`."""
 
-    cos: Tensor  # (..., n, d_head)
-    sin: Tensor  # (..., n, d_head), negative in the first half of the channels
+    cos: Tensor  # (..., n, d_head / 2), at least float32
+    sin: Tensor
 
     @classmethod
     def of(cls, positions: Tensor, head_dim: int, theta: float | None, dtype: torch.dtype = torch.float32) -> Rotation:
@@ -31,13 +38,15 @@ class Rotation(NamedTuple):
             angles = (positions[..., None] * channels % half).to(dtype) * (2 * math.pi / half)
         else:
             angles = positions[..., None] * theta ** -(channels.to(dtype) / half)
-        cos, sin = angles.cos(), angles.sin()  # (..., n, d_head / 2)
-        return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+        return cls(angles.cos(), angles.sin())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate `x` (b, h, n, d_head)."""
+        if use_kernel(x, self.cos):
+            return _rotate(x, self.cos, self.sin, False).transpose(1, 2)
         first, second = x.chunk(2, -1)
-        return x * self.cos.to(x.dtype) + torch.cat([second, first], -1) * self.sin.to(x.dtype)
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     def inverse(self) -> Rotation:
         return Rotation(self.cos, -self.sin)
@@ -56,3 +65,48 @@ class Rotations(NamedTuple):
     def at(self, places: Tensor) -> Rotations:
         """For tokens whose position is in `places` (b, n)."""
         return Rotations(self.keys.at(places), self.values.at(places))
+
+
+def use_kernel(x: Tensor, cos: Tensor) -> bool:
+    """Whether the kernel can rotate `x` (b, h, n, d_head): on a GPU, if all heads turn alike."""
+    turn_alike = cos.dim() == 2 or cos.shape[1] == 1
+    if x.device.type not in dispatch.DEVICES or not turn_alike or is_exporting():
+        return False
+    return dispatch.unsupported_reason(x) is None
+
+
+@library.custom_op("linformers::rotate", mutates_args=())
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """`x` (b, h, n, d_head) rotated, or rotated back, as (b, n, h, d_head)."""
+    from .kernels.rotary import rotate as kernel
+
+    (b, h, n, d), cos, sin = x.shape, cos.contiguous(), sin.contiguous()
+    output = x.new_empty(b, n, h, d)
+    x, out = upcast_if_interpreted(x), upcast_if_interpreted(output)
+    table_stride = n * d // 2 if cos.dim() > 2 and len(cos) > 1 else 0  # of a row of the batch
+    sizes = {"HALF": d // 2, "ROWS": ROWS, "COLUMNS": next_power_of_2(d // 2), "INVERSE": inverse}
+    if x.numel():
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+            programs = b * ceil_div(n, ROWS)
+            kernel[programs,](x, cos, sin, out, h, n, *x.stride(), table_stride, **sizes, num_warps=WARPS)
+    copy_back(out, output)
+    return output
+
+
+@_rotate.register_fake
+def _(x, cos, sin, inverse):  # type: ignore[no-untyped-def]
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    _, cos, sin, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    return _rotate(gradient.transpose(1, 2), cos, sin, not ctx.inverse).transpose(1, 2), None, None, None
+
+
+_rotate.register_autograd(_differentiate, setup_context=_save)
