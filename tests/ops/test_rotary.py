@@ -25,7 +25,7 @@ def inputs(n, d=16, b=2, h=3, dtype=torch.float32):
 
 def compare(x, turn, tolerance):
     """Output and gradient against torch's own, in float64; the kernel must have run."""
-    assert rotary.use_kernel(x, turn.cos)
+    assert rotary.fits_kernel(x, turn.cos)
     gradient = torch.randn_like(x)
     output = turn(x)
     assert output.dtype == x.dtype
@@ -77,7 +77,7 @@ def test_equals_the_reference_and_its_inverse():
 def test_heads_that_turn_differently_need_no_kernel():
     x, turn = inputs(40)
     own = Rotation(*(torch.stack([t, 0 * t, t])[None] for t in turn))
-    assert not rotary.use_kernel(x, own.cos)
+    assert not rotary.fits_kernel(x, own.cos)
     torch.testing.assert_close(own(x)[:, 0], turn(x)[:, 0], rtol=0, atol=1e-6)
 
 

@@ -42,7 +42,7 @@ class Rotation(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate `x` (b, h, n, d_head)."""
-        if use_kernel(x, self.cos):
+        if x.device.type in dispatch.DEVICES and fits_kernel(x, self.cos):
             return _rotate(x, self.cos, self.sin, False).transpose(1, 2)
         first, second = x.chunk(2, -1)
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
@@ -67,12 +67,10 @@ class Rotations(NamedTuple):
         return Rotations(self.keys.at(places), self.values.at(places))
 
 
-def use_kernel(x: Tensor, cos: Tensor) -> bool:
-    """Whether the kernel can rotate `x` (b, h, n, d_head): on a GPU, if all heads turn alike."""
+def fits_kernel(x: Tensor, cos: Tensor) -> bool:
+    """Whether the kernel can rotate `x` (b, h, n, d_head): all heads must turn alike."""
     turn_alike = cos.dim() == 2 or cos.shape[1] == 1
-    if x.device.type not in dispatch.DEVICES or not turn_alike or is_exporting():
-        return False
-    return dispatch.unsupported_reason(x) is None
+    return turn_alike and not is_exporting() and dispatch.unsupported_reason(x) is None
 
 
 @library.custom_op("linformers::rotate", mutates_args=())
