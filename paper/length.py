@@ -55,9 +55,11 @@ VARIANTS: dict[str, Variant] = {
     **{f"twin, rate {rate:g}": Variant("twin", (f"learning_rate={rate}",)) for rate in RATES if rate != 1e-3},
     **{f"{name}, {LONG:,} steps": Variant(RECIPES[name], steps=LONG) for name in (LINFORMER, WINDOW)},
 }
-# The same number of tokens: 80% in rows of 1,024 tokens, the rest in longer ones.
+# The same number of tokens: 80% in rows of 1,024 tokens at a constant learning rate, the rest in longer ones.
 SHORT = "k=256 w=64, n=1024"
-VARIANTS[SHORT] = Variant("k256-w64", ("model.max_position_embeddings=1024", "batch_size=32"), STEPS * 4 // 5)
+VARIANTS[SHORT] = Variant(
+    "k256-w64", ("model.max_position_embeddings=1024", "batch_size=32", "schedule=constant"), STEPS * 4 // 5
+)
 for _n, _k in ((4096, 256), (8192, 256), (8192, 512), (16384, 256), (16384, 1024)):
     _changes = (f"model.max_position_embeddings={_n}", f"batch_size={2**15 // _n}", f"model.projected_length={_k}")
     VARIANTS[f"k={_k} w=64, n=1024 to {_n}"] = Variant("k256-w64", _changes, STEPS // 5, start=SHORT)
@@ -143,7 +145,7 @@ def variant_job(
     first = others[run_name(own.start)] if own.start else None
     changes = [f"variant={own.variant}", f"steps={own.steps}", *own.changes, f"seed={seed}"]
     if first is not None:
-        changes += [f"start={first.model}", "warmup_steps=100"]
+        changes += [f"start={first.model}", "warmup_steps=50"]
     job = pretraining(work, tokens, RECIPE, run_name(name, seed), changes)
     description = {**job.description, **({"start": first.key} if first is not None else {})}
 
