@@ -67,7 +67,7 @@ Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")
 Sharing = Annotated[
     str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
 ]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.", show_default="4096, or 65536 on a GPU")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.", show_default="2048, or 65536 on a GPU")]
 Out = Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder.")]
 
 

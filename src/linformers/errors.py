@@ -7,6 +7,11 @@ import errno
 SMALLER = "Use a smaller batch: rows_at_once=… in a recipe, --batch-size or --tokens of a command."
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class UserError(ValueError):
     """Something that the user can fix: a wrong argument, a missing file, a damaged checkpoint.
 

@@ -21,7 +21,7 @@ import linformers
 from linformers import LinformerModel, files
 from linformers.training import embed
 from linformers.training.batches import Text, spans
-from linformers.training.embed import Embedder, Settings
+from linformers.training.embed import Embedder, Meter, Settings
 
 from ..modes import refused
 from . import small
@@ -283,6 +283,7 @@ def test_a_stopped_run_continues(random, tmp_path, monkeypatch):
     parts = outs[1].with_name("stopped.npy.parts")
     with refused("normalized was True and is now False; delete it to start anew"):
         run(source, outs[1], model=random, normalize=False)
+    shutil.copytree(parts, tmp_path / "smaller.npy.parts")
     (parts / "000001.parquet").write_bytes((parts / "000001.parquet").read_bytes()[:-9])  # damaged: made again
     seen.clear()
     seen += [-1, -1, -1]
@@ -293,6 +294,28 @@ def test_a_stopped_run_continues(random, tmp_path, monkeypatch):
         assert straight == own
     with refused("exists already: delete it or choose another"):
         run(source, outs[1], model=random)
+    seen[:] = [-1, -1, -1]
+    smaller = run(source, tmp_path / "smaller.npy", model=random, tokens=16)  # batches of another size change nothing
+    assert seen[3:] == [2, 3, 4, 5]
+    assert np.abs(np.load(smaller) - np.load(outs[0])).max() < 1e-5
+
+
+def test_blocks_are_small_enough_to_lose_on_a_cpu(random, monkeypatch):
+    """A block has a fixed number of characters, whatever the size of a batch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    texts = [Text("the quick brown fox " * 500)] * 40  # 10,000 characters each
+    blocks = list(Embedder(random, Settings(tokens=10**6)).encoder.read(texts))
+    assert [len(block.texts) for block in blocks] == [14, 14, 12]
+
+
+def test_the_bar_shows_documents_and_speed(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", iter([10.0, 12.0, 12.0]).__next__)
+    meter = Meter(1000)
+    meter.add(600, 3)  # of an earlier run
+    meter.add(100, 0.5, tokens=5000)
+    assert meter.shown() == {"completed": 700, "amount": "3 documents", "detail": "2,500 tokens a second"}
+    meter.add(900, 5)  # the total was an estimate
+    assert meter.shown()["completed"] == 990
 
 
 def test_the_output_may_lie_among_the_documents(random, tmp_path):

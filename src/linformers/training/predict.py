@@ -169,7 +169,7 @@ class Predictor:
         wrong: list[str] = []
         count = LongTexts(self.encoder.max_length)
         checked = rows if self.classifies else map(self._check_mask, rows)
-        for block in self.encoder.read(checked, self.batch_tokens):
+        for block in self.encoder.read(checked):
             count.add(block)
             answers = self._labels(block) if self.classifies else self._guesses(block)
             found = []
@@ -433,7 +433,7 @@ def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console:
     count = LongTexts(encoder.max_length)
     with progress(console) as bars:
         bar = bars.add_task(task.name, total=len(task.test))
-        for block in encoder.read(task.test, tokens):
+        for block in encoder.read(task.test):
             count.add(block)
             logits.append(logits_of(network, block, encoder, tokenizer.pad_token_id, tokens))
             bars.advance(bar, len(block.texts))
