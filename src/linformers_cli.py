@@ -187,17 +187,33 @@ def convert(
     learning_rate: Annotated[
         float | None, typer.Option(help="Peak learning rate of --distill.", show_default="0.0003")
     ] = None,
+    contrast_steps: Annotated[int | None, typer.Option(min=1, help="Steps of --contrast.", show_default="250")] = None,
+    contrast_batch_size: Annotated[
+        int | None, typer.Option(min=2, help="Documents in a step of --contrast.", show_default="48")
+    ] = None,
+    contrast_learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate of --contrast.", show_default="0.00005")
+    ] = None,
     revision: Revision = None,
 ) -> None:
     """Turn an encoder with full attention into a long, linear one, and report how closely they agree."""
+    given = {**locals()}
     from linformers.training import adopt
 
+    def settings_of(prefix: str, kind: Any) -> Any:
+        """How to train, or `None` if no option says so."""
+        names = ("steps", "batch_size", "learning_rate")
+        own = {name: value for name in names if (value := given[prefix + name]) is not None}
+        return kind(**own) if own else None
+
     config: dict[str, Any] = {"length": length, "projected_length": projected, "local_window": window}
-    given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
-    given = {name: value for name, value in given.items() if value is not None}
-    settings = adopt.Settings(**given) if given else None
     texts: dict[str, Any] = {"text": text or (), "distill": distill or (), "contrast": contrast or ()}
-    options: dict[str, Any] = {"settings": settings, "revision": revision, "console": _console()}
+    options = {
+        "settings": settings_of("", adopt.Settings),
+        "contrast_settings": settings_of("contrast_", adopt.Contrast),
+        "revision": revision,
+        "console": _console(),
+    }
     raise typer.Exit(adopt.adopt(model, out, **texts, **options, **config, command=_command()))
 
 

@@ -17,6 +17,7 @@ import linformers
 import linformers_cli
 from linformers import demo
 from linformers.errors import UserError
+from linformers.training import adopt
 
 
 def run_python(*arguments, **environment):
@@ -276,6 +277,18 @@ def test_a_revision_reaches_the_hub(command, monkeypatch, tmp_path):
         monkeypatch.setattr(auto_class, "from_pretrained", load)
     assert main(monkeypatch, *command.split(), "--out", tmp_path / "out", "--revision", "abc123") == 2
     assert asked == [("org/name", "abc123", False)]
+
+
+def test_each_training_of_convert_has_options_of_its_own(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(adopt, "adopt", lambda model, out, **options: given.update(options) or 0)
+    command = ["convert", "bert", "--out", tmp_path, "--distill", __file__, "--contrast", __file__]
+    assert main(monkeypatch, *command) == 0
+    assert given["settings"] is given["contrast_settings"] is None
+    options = ["--steps", 7, "--learning-rate", 0.1, "--contrast-steps", 8, "--contrast-batch-size", 9]
+    assert main(monkeypatch, *command, *options) == 0
+    assert given["settings"] == adopt.Settings(steps=7, learning_rate=0.1)
+    assert given["contrast_settings"] == adopt.Contrast(steps=8, batch_size=9)
 
 
 def test_text_to_predictions(tmp_path, monkeypatch, capsys):

@@ -82,7 +82,9 @@ def adopt(
         check_empty_folder("out", folder)
     make_folder("out", out.parent)
     if settings is not None and not distill:
-        raise UserError("steps, batch_size and learning_rate have no effect without distill, the text to train on")
+        raise UserError("--steps, --batch-size and --learning-rate have no effect without --distill, the text for it")
+    if contrast_settings is not None and not contrast:
+        raise UserError("--contrast-steps, -batch-size and -learning-rate have no effect without --contrast")
     files, texts, titled = (
         find_files(sources, name) if sources else []
         for name, sources in (("text", text), ("distill", distill), ("contrast", contrast))
@@ -97,6 +99,8 @@ def adopt(
         if code := work.distill(texts, run, settings or Settings()):
             return code
     results = [(out, work.compare() | earlier, work.weights())]
+    if texts and (sentence := lowered(earlier["before distillation"], results[0][1]["converted"])):
+        console.print(sentence, style="yellow", highlight=False, soft_wrap=True)
     if titled:
         earlier["before contrastive training"] = results[0][1]["converted"]
         if code := work.contrast(titled, contrast_run, contrast_settings or Contrast()):
@@ -276,6 +280,16 @@ def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     similarities = torch.stack([(vectors @ vectors.T)[upper] for vectors in (ours, theirs)])
     correlation = torch.corrcoef(similarities)[0, 1].item() if len(ours) > 2 else 1.0
     return {"cosine": (ours * theirs).sum(-1).mean().item(), "correlation of similarities": correlation}
+
+
+def lowered(before: dict[str, float], after: dict[str, float]) -> str:
+    """A warning if distillation lowered the first measure of agreement."""
+    name = next(iter(before))
+    was, now = (f"{values[name]:.3f}" for values in (before, after))
+    if float(now) >= float(was):
+        return ""
+    remedy = "train for more --steps, on more text, or with a lower --learning-rate"
+    return f"Distillation lowered the {name} with the original from {was} to {now}: {remedy}."
 
 
 @torch.inference_mode()
