@@ -26,6 +26,10 @@ except KeyboardInterrupt:
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Parameters of commands that name columns of tables, and those that decide how much memory it takes.
+COLUMNS = ("text", "label", "text_column")
+SIZES = ("length", "lengths", "max_length", "batch_size", "contrast_batch_size", "tokens", "recipe")
+
 needs_models = True  # read by `linformers/__init__.py`
 
 # A missing name with one of these endings is a mistyped file; any other may be a task or a dataset on the hub.
@@ -45,9 +49,6 @@ NEW_FOLDER: dict[str, Any] = {"parser": _new_folder, "metavar": "PATH"}
 Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkpoint from pretrain or finetune.")]
 StartModel = Annotated[
     Path | None, typer.Option(**FOLDER, help="Folder of a model.", show_default="the bundled English model")
-]
-Data = Annotated[
-    Path | None, typer.Option(**FOLDER, help="Folder of the named tasks, or (evaluate) a prepared corpus.")
 ]
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
@@ -87,8 +88,10 @@ class Commands(TyperGroup):
             sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
             if sentence is None:
                 raise
+            parameters = self.commands[ctx.invoked_subcommand].params
+            sentence = _as_typed(sentence, parameters) + _remedy(error, parameters)
             typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-            typer.echo(_as_typed(sentence, self.commands[ctx.invoked_subcommand].params), err=True)
+            typer.echo(sentence, err=True)
             raise typer.Exit(2) from None
 
 
@@ -99,6 +102,21 @@ def _as_typed(sentence: str, parameters: list[Any]) -> str:
         if option.startswith("--"):
             sentence = re.sub(rf"(?<![\w.-]){parameter.name}=", f"{option} ", sentence)
     return sentence
+
+
+def _remedy(error: Exception, parameters: list[Any]) -> str:
+    """The options of a command that name another column, or take less memory."""
+    from linformers.errors import MissingColumnError, is_out_of_memory
+
+    if isinstance(error, MissingColumnError):
+        names = [own for own in parameters if own.name in COLUMNS and isinstance(own.default, str)]
+        advice = f"; choose {'one' if len(names) == 1 else 'them'} with"
+    elif is_out_of_memory(error):
+        names, advice = [own for own in parameters if own.name in SIZES], ": use a smaller"
+    else:
+        return ""
+    options = [own.opts[0] if own.name != "recipe" else "rows_at_once=… in the recipe" for own in names]
+    return f"{advice} {', '.join(options)}" if options else ""
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -254,7 +272,10 @@ def finetune(
     task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labeled csv, jsonl or parquet file.")],
     out: Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder for the results and the best model.")],
     model: StartModel = None,
-    data: Data = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(**FOLDER, help="Folder that holds a named TASK, such as DATA/sst2.", show_default="the hub"),
+    ] = None,
     test: Annotated[Path | None, typer.Option(**FILE, help="Labeled file to report on, if TASK is a file.")] = None,
     validation: Annotated[
         Path | None, typer.Option(**FILE, help="Labeled file to select on, or to report on without --test.")
@@ -352,13 +373,16 @@ def predict(
     from linformers.training import predict
 
     options: dict[str, Any] = {"text": text, "pairs": pairs, "best": best, "tokens": tokens}
-    predict.predict(model or shipped.ENGLISH, file, out or sys.stdout, **options, console=_console(stderr=True))
+    predict.predict(model or shipped.ENGLISH, file, out or sys.stdout, **options, console=_console(stderr=out is None))
 
 
 @app.command()
 def evaluate(
     model: Model,
-    data: Data = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(**FOLDER, help="Output of prepare; with a named --task, the folder that holds it."),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Task or labeled file to score instead of perplexity.")] = None,
     text: TextColumns = "text",
     label: LabelColumn = "label",
