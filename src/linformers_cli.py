@@ -97,10 +97,12 @@ class Commands(TyperGroup):
 
 def _as_typed(sentence: str, parameters: list[Any]) -> str:
     """Name options as the user types them: `batch_size=0` becomes `--batch-size 0`."""
-    for parameter in parameters:
-        option = parameter.opts[0]
-        if option.startswith("--"):
-            sentence = re.sub(rf"(?<![\w.-]){parameter.name}=", f"{option} ", sentence)
+    names = {parameter.name: parameter.opts[0] for parameter in parameters if parameter.opts[0].startswith("--")}
+    if {"projected", "length"} <= names.keys():  # the names in a config
+        names |= {"projected_length": "--projected", "local_window": "--window"}
+        names |= {"max_position_embeddings": "--length", "max_length": "--length"}
+    for name, option in names.items():
+        sentence = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", sentence)
     return sentence
 
 
@@ -181,8 +183,12 @@ def convert(
     ],
     out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the converted model.")],
     length: Annotated[int, typer.Option(min=1, help="Longest input of the result, n.")] = 4096,
-    projected: Annotated[int, typer.Option(min=1, help="Projected length k.")] = 256,
-    window: Annotated[int, typer.Option(min=0, help="Local window w.")] = 64,
+    projected: Annotated[
+        int | None, typer.Option(min=1, help="Projected length k.", show_default="256, or n/2 if n is below 512")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=0, help="Local window w.", show_default="64, or n/8 if n is below 512")
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(exists=True, help="Text to compare them on; can be repeated.", show_default="Python's manual"),
@@ -349,7 +355,7 @@ def search(
     options = {**locals()}
     from linformers.training import search
 
-    search.search(options.pop("vectors"), **options, console=_console())
+    search.search(options.pop("vectors"), **options, console=_console(), terminal=_console(stderr=True))
 
 
 @app.command()

@@ -99,6 +99,10 @@ def test_parsing_imports_nothing_slow(arguments, code, text):
         pytest.param("bench --batches", "--batches needs a GPU", marks=CPU_ONLY),
         *((f"{command} --out {__file__}", f"--out {__file__!r}") for command in ("bench", "demo")),
         (f"evaluate --model {Path(__file__).parent}", "data"),
+        (
+            f"resize {linformers.pretrained()} --length 9 --out o",
+            "--length 9 is below k=128: pass --projected 9 or less",
+        ),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
@@ -318,6 +322,7 @@ def test_each_training_of_convert_has_options_of_its_own(monkeypatch, tmp_path):
     command = ["convert", "bert", "--out", tmp_path, "--distill", __file__, "--contrast", __file__]
     assert main(monkeypatch, *command) == 0
     assert given["settings"] is given["contrast_settings"] is None
+    assert given["projected_length"] is given["local_window"] is None  # what fits the length
     options = ["--steps", 7, "--learning-rate", 0.1, "--contrast-steps", 8, "--contrast-batch-size", 9]
     assert main(monkeypatch, *command, *options) == 0
     assert given["settings"] == adopt.Settings(steps=7, learning_rate=0.1)

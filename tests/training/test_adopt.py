@@ -85,7 +85,7 @@ def test_a_converted_folder(kind, head, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     report = convert(source(tmp_path / "in", kind, head, id2label={0: "a", 1: "b"}), out, text)
     measure = "cosine" if head == "Model" else "agreement"
-    rows = ["converted", "without projected", "without window"]
+    rows = ["converted", "without projected keys", "without the local window"]
     assert [0 <= report[row][measure] <= 1 for row in rows] == [True] * 3
     assert files.damage(out) is None
     config, loaded = LinformerConfig.from_pretrained(out), AutoTokenizer.from_pretrained(out)
@@ -98,13 +98,21 @@ def test_a_converted_folder(kind, head, text, tmp_path, monkeypatch):
     assert f"pipeline_tag: {PIPELINES[head]}" in (out / "README.md").read_text()
 
 
+def test_a_short_model_has_fewer_keys_by_default(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in"), out, text, length=40, projected_length=None, local_window=None)
+    config = LinformerConfig.from_pretrained(out)
+    assert (config.max_position_embeddings, config.projected_length, config.local_window) == (40, 20, 5)
+
+
 def test_with_as_many_keys_as_tokens_nothing_changes(text, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     folder = source(tmp_path / "in", "bert", "ForMaskedLM")
     options = {"length": 25, "projected_length": 25, "projection_init": "window", "local_window": 0}
     report = convert(folder, tmp_path / "out", text, **options)
     assert report["converted"] == {"agreement": 1.0}
-    assert "without window" not in report
+    assert "without the local window" not in report
     found, expected = (pipeline("fill-mask", model=str(own))("the [MASK] fox") for own in (tmp_path / "out", folder))
     assert [guess["token"] for guess in found] == [guess["token"] for guess in expected]
 
@@ -205,6 +213,10 @@ def test_sentence_transformers(text, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     out = tmp_path / "out"
     convert(sentence_folder(tmp_path / "in"), out, text)
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: sentence-similarity" in card
+    assert 'from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(".")' in card
+    assert "linformers embed DOCUMENTS --model . --out" in card
     model = sentence_transformers.SentenceTransformer(str(out), device="cpu")
     texts = ["abc" * 19, "quick fox"]
     ids = AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="pt")

@@ -28,12 +28,13 @@ from .data import documents, find_files
 from .distill import Settings, clean, encode_documents, rows_hash
 from .distill import distill as run_distillation
 from .predict import BRANCHES, CLASSIFY, FILL_MASK, without_branch
-from .pretrain import describe, model_card, save_model
+from .pretrain import SENTENCES, describe, model_card, save_model
 from .rows import special_tokens
 
 # Passages to compare, and the seconds for which a model's speed is measured.
 PASSAGES, SECONDS, BATCH = 24, 4.0, 8
 MASKED = 0.15  # of the tokens, where words are compared
+WITHOUT = {"projected": "without projected keys", "window": "without the local window"}
 PURPOSES = {
     "LinformerModel": "feature-extraction",
     "LinformerForMaskedLM": FILL_MASK,
@@ -174,7 +175,8 @@ class Conversion:
             self.pooling.write(unfinished, self.n)
 
         show(report, self.console)
-        card = card_of(self.model, self.revision, self.converted, report, command)
+        purpose = purpose_of(self.converted, self.pooling)
+        card = card_of(self.model, self.revision, self.converted, purpose, report, command)
         save_model(folder, self.converted, weights, self.tokenizer, card, add_pooling)
         self.console.print(f"model in {folder}", markup=False, highlight=False)
 
@@ -235,7 +237,7 @@ def compare(
     ids = torch.tensor(passages)
     models: dict[str, Any] = {"converted": lambda: converted}
     for branch in branches:
-        models[f"without {branch}"] = lambda branch=branch: without_branch(copy.deepcopy(converted), branch)
+        models[WITHOUT[branch]] = lambda branch=branch: without_branch(copy.deepcopy(converted), branch)
     with progress(console) as bars:
         task = bars.add_task("comparing", total=(1 + len(models)) * len(ids))
 
@@ -317,8 +319,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"{value:,} tokens a second: {name}", highlight=False)
 
 
-def card_of(model: str, revision: str | None, converted: PreTrainedModel, report: dict[str, Any], command: str) -> str:
-    name = type(converted).__name__
+def purpose_of(network: PreTrainedModel, pooling: Pooling) -> str:
+    """What a model is for, as its card says."""
+    return PURPOSES[type(network).__name__] if pooling.folder is None else SENTENCES
+
+
+def card_of(
+    model: str, revision: str | None, converted: PreTrainedModel, purpose: str, report: dict[str, Any], command: str
+) -> str:
     measures = list(report["converted"])
     models = {row: values for row, values in report.items() if row != "tokens_per_second"}
     rows = [f"| {row} | {' | '.join(f'{value:.3f}' for value in values.values())} |" for row, values in models.items()]
@@ -340,4 +348,4 @@ Agreement on passages that the original can read:
 
 {speeds}
 """
-    return model_card(PURPOSES[name], describe(converted.config), text, command)
+    return model_card(purpose, describe(converted.config), text, command)

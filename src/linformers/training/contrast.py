@@ -28,7 +28,7 @@ from ..pooling import Pooling, write_mean_pooling
 from .checkpoints import load_any, model_hash
 from .data import find_files, titled_documents
 from .distill import clean, rows_hash, run_stage, token_ids
-from .pretrain import describe, model_card, save_model
+from .pretrain import SENTENCES, describe, model_card, save_model
 from .rows import EpochOrder, collate, load_tokenizer, special_tokens
 from .trainer import ExactTrainer, read_metrics
 
@@ -234,7 +234,7 @@ Started from `{model}` (sha256 `{start["sha256"]}`), then {LEARNED}.
 - Settings: {", ".join(f"{key}={value}" for key, value in asdict(settings).items())}
 
 {masks if network is not network.base_model else ""}"""
-    card = model_card("feature-extraction", describe(config), lines, command)
+    card = model_card(SENTENCES, describe(config), lines, command)
     save_model(out, network, network.state_dict(), tokenizer, card, add_pooling)
     clean(run)
     console.print(f"model in {out}", markup=False, highlight=False)
