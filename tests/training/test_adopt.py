@@ -104,6 +104,7 @@ def test_a_short_model_has_fewer_keys_by_default(text, tmp_path, monkeypatch):
     convert(source(tmp_path / "in"), out, text, length=40, projected_length=None, local_window=None)
     config = LinformerConfig.from_pretrained(out)
     assert (config.max_position_embeddings, config.projected_length, config.local_window) == (40, 20, 5)
+    assert "# Linformer, n=40, k=20, w=5, linear, layerwise" in (out / "README.md").read_text()
 
 
 def test_with_as_many_keys_as_tokens_nothing_changes(text, tmp_path, monkeypatch):

@@ -181,5 +181,5 @@ def test_titled_documents_in_parts(tmp_path):
     assert letters == ["abcdefgh", "ijabcdef", "ghij", "kl"] * 2
     assert [row["title"] and len(row["title"]) for row in encoded] == [7, None, None, None] * 2
     assert [row["label"] for row in encoded] == [0, 0, 0, 3, 0, 0, 0, 7]
-    with refused("contrast has 1 documents, but it takes at least 4"):
+    with refused("contrast has 1 document, but it takes at least 4"):
         encode_titled([small.write_table(tmp_path / "b.jsonl", rows[1:])], tokenizer(), 12, special=4)

@@ -214,7 +214,7 @@ def test_files_of_all_kinds(random, tmp_path):
             assert rows[4]["parts"] > 3
             assert info["model_hash"]
             assert info["notes"] == [
-                "4 of 10 documents are longer than n=32 tokens: read in overlapping parts, whose vectors are merged"
+                "documents longer than n=32 tokens, read in overlapping parts, whose vectors are merged: 4 of 10"
             ]
     assert not list(tmp_path.glob("*.parts"))
 
@@ -236,14 +236,20 @@ def test_folders_of_mixed_types(random, tmp_path, capsys):
     assert (np.linalg.norm(vectors, axis=1) > 0.99).tolist() == [own not in (str(folder / "c.md"), "z") for own in ids]
     said = capsys.readouterr().out
     for note in (
-        f"1 files have NUL bytes and were left out; the first: {folder / 'd.txt'}",
-        f"1 files of other types were left out; the first: {folder / 'image.png'}",
-        "1 lines are not UTF-8: wrong bytes became �",
-        "2 of 7 documents are empty: their vectors are 0",
+        f"1 file has NUL bytes and was left out; the first: {folder / 'd.txt'}",
+        f"1 file of another type was left out; the first: {folder / 'image.png'}",
+        "1 line is not UTF-8: its wrong bytes became �",
+        "empty documents, whose vectors are 0: 2 of 7",
     ):
         assert note in said
     whole = naive(random, [(folder / "a.txt").read_text()[:60]])
     assert whole.shape == (1, 16)
+
+
+def test_one_of_a_thing_is_singular(random, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    out = run(tmp_path / "a.txt", tmp_path / "out.npy", model=random, console=Console(width=500))
+    assert capsys.readouterr().out.splitlines()[-1] == f"1 vector of 1 document in {out}"
 
 
 def test_late_chunks_of_files(random, tmp_path):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import convert
 from ..checks import check_empty_folder, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..pooling import MODULES, PROMPTS, SETTINGS, Pooling
 from ..progress import progress
 from .checkpoints import full_tensor
@@ -206,7 +206,7 @@ def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], le
             break
     rows = [*found, *others][:PASSAGES]
     if len(rows) < 2:
-        raise UserError(f"text has {len(rows)} passages of {length} tokens, but comparing takes at least 2")
+        raise UserError(f"text has {counted(len(rows), 'passage')} of {length} tokens, but comparing takes at least 2")
     return [[*before, *row, *after] for row in rows]
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import check_empty_folder, check_positive, check_range, check_size, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..pooling import Pooling, write_mean_pooling
 from .checkpoints import load_any, model_hash
 from .data import find_files, titled_documents
@@ -144,7 +144,9 @@ def encode_titled(
                 label = labels.setdefault(tuple(name), len(rows)) if name else len(rows)
                 rows.append({"input_ids": part, "title": name[:size] if name and start == 0 else None, "label": label})
     if len(rows) < LEAST:
-        raise UserError(f"contrast has {len(rows)} documents, but it takes at least {LEAST}: to train and to validate")
+        raise UserError(
+            f"contrast has {counted(len(rows), 'document')}, but it takes at least {LEAST}: to train and to validate"
+        )
     return rows
 
 

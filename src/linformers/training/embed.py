@@ -436,10 +436,11 @@ def _join(
         counts["empty"] += int((columns["tokens"] == 0).sum())
     notes = documents.notes()
     if counts["in_parts"]:
-        few = f"longer than n={info['max_length']:,} tokens: read in overlapping parts, whose vectors are merged"
-        notes.append(f"{counts['in_parts']:,} of {counts['documents']:,} documents are {few}")
+        long = f"documents longer than n={info['max_length']:,} tokens"
+        parts = "read in overlapping parts, whose vectors are merged"
+        notes.append(f"{long}, {parts}: {counts['in_parts']:,} of {counts['documents']:,}")
     if counts["empty"]:
-        notes.append(f"{counts['empty']:,} of {counts['documents']:,} documents are empty: their vectors are 0")
+        notes.append(f"empty documents, whose vectors are 0: {counts['empty']:,} of {counts['documents']:,}")
     info = {"format": FORMAT, **info, **counts, "notes": notes, "made_with": sentence(command)}
     unfinished = out.with_name(f".{out.name}.unfinished")
     if out.suffix == ".parquet":
@@ -466,6 +467,6 @@ def _join(
         path.unlink()
     (folder / ".lock").unlink(missing_ok=True)
     folder.rmdir()
-    kind = "chunks" if info["late_chunks"] else "vectors"
-    for note in (f"{counts['rows']:,} {kind} of {counts['documents']:,} documents in {out}", *notes):
+    written = counted(counts["rows"], "chunk" if info["late_chunks"] else "vector")
+    for note in (f"{written} of {counted(counts['documents'], 'document')} in {out}", *notes):
         console.print(note, highlight=False, markup=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from .. import LinformerConfig, LinformerForMaskedLM, files, plots
 from ..checks import check_model, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..provenance import sentence
 from . import checkpoints
 from .corpus import Corpus, tokenizer_hash
@@ -218,7 +218,7 @@ def _save_result(
     text = f"""\
 An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by masked-language modeling.
 
-- Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
+- Validation perplexity after {counted(recipe.steps, "step")}: {records[-1]["perplexity"]:.2f}
 {origin}- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
 - Validation data: {splits["validation"]["tokens"]:,} tokens from {held_out}
 
@@ -235,6 +235,7 @@ SENTENCES = "sentence-similarity"  # the purpose of models whose folder is one o
 
 
 def describe(config: LinformerConfig) -> str:
+    config = config.resolved()
     n = config.max_position_embeddings
     if config.projection == "identity":
         return f"Transformer twin, n={n}"

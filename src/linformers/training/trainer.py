@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .. import LinformerForMaskedLM, files
 from ..checks import to_builtin
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..progress import progress
 from . import checkpoints
 from .optimizer import MuonAdamW, parameter_groups
@@ -383,7 +383,7 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
                 isinstance(entry, dict) for entry in TrainerState.load_from_json(str(resume / STATE)).log_history
             ):
                 raise ValueError("its log has a wrong entry")
-    say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
+    say(f"resuming from step {step}" if resume else counted(trainer.args.max_steps, "step"))
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
     # A signal that is ignored from the start, as under nohup, stays ignored.
