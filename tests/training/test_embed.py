@@ -355,8 +355,8 @@ def test_changed_documents_are_read_again(random, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_files(random, tmp_path):
-    source = table(tmp_path / "a.jsonl", TEXTS * 60)
-    run(source, tmp_path / "one.parquet", model=random, tokens=16)
+    source = table(tmp_path / "a.jsonl", TEXTS * 400)
+    run(source, tmp_path / "one.parquet", model=random, tokens=1024)
     command = [
         sys.executable,
         "-m",
@@ -366,7 +366,7 @@ def test_two_processes_give_the_same_files(random, tmp_path):
         "-m",
         "linformers",
     ]
-    options = ["embed", source, "--out", tmp_path / "two.parquet", "--model", random, "--tokens", "16"]
+    options = ["embed", source, "--out", tmp_path / "two.parquet", "--model", random, "--tokens", "1024"]
     subprocess.run([*command, *map(str, options)], check=True, capture_output=True, timeout=300)
     one, two = (pyarrow.parquet.read_table(tmp_path / f"{name}.parquet") for name in ("one", "two"))
     assert one.drop_columns("vector").equals(two.drop_columns("vector"))
