@@ -26,6 +26,10 @@ except KeyboardInterrupt:
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Parameters of commands that name columns of tables, and those that decide how much memory it takes.
+COLUMNS = ("text", "label", "text_column")
+SIZES = ("length", "lengths", "max_length", "batch_size", "contrast_batch_size", "tokens", "recipe")
+
 needs_models = True  # read by `linformers/__init__.py`
 
 # A missing name with one of these endings is a mistyped file; any other may be a task or a dataset on the hub.
@@ -46,9 +50,6 @@ Model = Annotated[Path, typer.Option(**FOLDER, help="Folder of a model or checkp
 StartModel = Annotated[
     Path | None, typer.Option(**FOLDER, help="Folder of a model.", show_default="the bundled English model")
 ]
-Data = Annotated[
-    Path | None, typer.Option(**FOLDER, help="Folder of the named tasks, or (evaluate) a prepared corpus.")
-]
 TextColumns = Annotated[str, typer.Option(help="Text column of a labeled file; two columns separated by a comma.")]
 LabelColumn = Annotated[str, typer.Option(help="Label column of a labeled file.")]
 Encoder = Annotated[str, typer.Argument(help="Folder or hub name of an encoder with full attention.")]
@@ -67,7 +68,7 @@ Seed = Annotated[int, typer.Option(help="Random seed for drawing the passages.")
 Sharing = Annotated[
     str, typer.Option(help="How heads and layers share E and F: none, headwise, key-value or layerwise.")
 ]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.", show_default="4096, or 65536 on a GPU")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.", show_default="2048, or 65536 on a GPU")]
 Out = Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder.")]
 
 
@@ -87,18 +88,37 @@ class Commands(TyperGroup):
             sentence = None if errors is None or ctx.params["debug"] else errors.explain(error)
             if sentence is None:
                 raise
+            parameters = self.commands[ctx.invoked_subcommand].params
+            sentence = _as_typed(sentence, parameters) + _remedy(error, parameters)
             typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-            typer.echo(_as_typed(sentence, self.commands[ctx.invoked_subcommand].params), err=True)
+            typer.echo(sentence, err=True)
             raise typer.Exit(2) from None
 
 
 def _as_typed(sentence: str, parameters: list[Any]) -> str:
     """Name options as the user types them: `batch_size=0` becomes `--batch-size 0`."""
-    for parameter in parameters:
-        option = parameter.opts[0]
-        if option.startswith("--"):
-            sentence = re.sub(rf"(?<![\w.-]){parameter.name}=", f"{option} ", sentence)
+    names = {parameter.name: parameter.opts[0] for parameter in parameters if parameter.opts[0].startswith("--")}
+    if {"projected", "length"} <= names.keys():  # the names in a config
+        names |= {"projected_length": "--projected", "local_window": "--window"}
+        names |= {"max_position_embeddings": "--length", "max_length": "--length"}
+    for name, option in names.items():
+        sentence = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", sentence)
     return sentence
+
+
+def _remedy(error: Exception, parameters: list[Any]) -> str:
+    """The options of a command that name another column, or take less memory."""
+    from linformers.errors import MissingColumnError, is_out_of_memory
+
+    if isinstance(error, MissingColumnError):
+        names = [own for own in parameters if own.name in COLUMNS and isinstance(own.default, str)]
+        advice = f"; choose {'one' if len(names) == 1 else 'them'} with"
+    elif is_out_of_memory(error):
+        names, advice = [own for own in parameters if own.name in SIZES], ": use a smaller"
+    else:
+        return ""
+    options = [own.opts[0] if own.name != "recipe" else "rows_at_once=… in the recipe" for own in names]
+    return f"{advice} {', '.join(options)}" if options else ""
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -163,8 +183,12 @@ def convert(
     ],
     out: Annotated[Path, typer.Option(**NEW_FOLDER, help="New folder for the converted model.")],
     length: Annotated[int, typer.Option(min=1, help="Longest input of the result, n.")] = 4096,
-    projected: Annotated[int, typer.Option(min=1, help="Projected length k.")] = 256,
-    window: Annotated[int, typer.Option(min=0, help="Local window w.")] = 64,
+    projected: Annotated[
+        int | None, typer.Option(min=1, help="Projected length k.", show_default="256, or n/2 if n is below 512")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=0, help="Local window w.", show_default="64, or n/8 if n is below 512")
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(exists=True, help="Text to compare them on; can be repeated.", show_default="Python's manual"),
@@ -187,17 +211,33 @@ def convert(
     learning_rate: Annotated[
         float | None, typer.Option(help="Peak learning rate of --distill.", show_default="0.0003")
     ] = None,
+    contrast_steps: Annotated[int | None, typer.Option(min=1, help="Steps of --contrast.", show_default="250")] = None,
+    contrast_batch_size: Annotated[
+        int | None, typer.Option(min=2, help="Documents in a step of --contrast.", show_default="48")
+    ] = None,
+    contrast_learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate of --contrast.", show_default="0.00005")
+    ] = None,
     revision: Revision = None,
 ) -> None:
     """Turn an encoder with full attention into a long, linear one, and report how closely they agree."""
+    given = {**locals()}
     from linformers.training import adopt
 
+    def settings_of(prefix: str, kind: Any) -> Any:
+        """How to train, or `None` if no option says so."""
+        names = ("steps", "batch_size", "learning_rate")
+        own = {name: value for name in names if (value := given[prefix + name]) is not None}
+        return kind(**own) if own else None
+
     config: dict[str, Any] = {"length": length, "projected_length": projected, "local_window": window}
-    given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
-    given = {name: value for name, value in given.items() if value is not None}
-    settings = adopt.Settings(**given) if given else None
     texts: dict[str, Any] = {"text": text or (), "distill": distill or (), "contrast": contrast or ()}
-    options: dict[str, Any] = {"settings": settings, "revision": revision, "console": _console()}
+    options = {
+        "settings": settings_of("", adopt.Settings),
+        "contrast_settings": settings_of("contrast_", adopt.Contrast),
+        "revision": revision,
+        "console": _console(),
+    }
     raise typer.Exit(adopt.adopt(model, out, **texts, **options, **config, command=_command()))
 
 
@@ -238,7 +278,10 @@ def finetune(
     task: Annotated[str, typer.Argument(help="sst2, imdb, qnli, qqp, or a labeled csv, jsonl or parquet file.")],
     out: Annotated[Path, typer.Option(**NEW_FOLDER, help="Output folder for the results and the best model.")],
     model: StartModel = None,
-    data: Data = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(**FOLDER, help="Folder that holds a named TASK, such as DATA/sst2.", show_default="the hub"),
+    ] = None,
     test: Annotated[Path | None, typer.Option(**FILE, help="Labeled file to report on, if TASK is a file.")] = None,
     validation: Annotated[
         Path | None, typer.Option(**FILE, help="Labeled file to select on, or to report on without --test.")
@@ -312,7 +355,7 @@ def search(
     options = {**locals()}
     from linformers.training import search
 
-    search.search(options.pop("vectors"), **options, console=_console())
+    search.search(options.pop("vectors"), **options, console=_console(), terminal=_console(stderr=True))
 
 
 @app.command()
@@ -336,13 +379,16 @@ def predict(
     from linformers.training import predict
 
     options: dict[str, Any] = {"text": text, "pairs": pairs, "best": best, "tokens": tokens}
-    predict.predict(model or shipped.ENGLISH, file, out or sys.stdout, **options, console=_console(stderr=True))
+    predict.predict(model or shipped.ENGLISH, file, out or sys.stdout, **options, console=_console(stderr=out is None))
 
 
 @app.command()
 def evaluate(
     model: Model,
-    data: Data = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(**FOLDER, help="Output of prepare; with a named --task, the folder that holds it."),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Task or labeled file to score instead of perplexity.")] = None,
     text: TextColumns = "text",
     label: LabelColumn = "label",

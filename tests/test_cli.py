@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from huggingface_hub.utils import logging as hub
 from transformers import AutoConfig, AutoTokenizer
 
@@ -17,6 +18,7 @@ import linformers
 import linformers_cli
 from linformers import demo
 from linformers.errors import UserError
+from linformers.training import adopt
 
 
 def run_python(*arguments, **environment):
@@ -97,6 +99,10 @@ def test_parsing_imports_nothing_slow(arguments, code, text):
         pytest.param("bench --batches", "--batches needs a GPU", marks=CPU_ONLY),
         *((f"{command} --out {__file__}", f"--out {__file__!r}") for command in ("bench", "demo")),
         (f"evaluate --model {Path(__file__).parent}", "data"),
+        (
+            f"resize {linformers.pretrained()} --length 9 --out o",
+            "--length 9 is below k=128: pass --projected 9 or less",
+        ),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
@@ -104,6 +110,38 @@ def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("embed {} --out {}.npy", "one with --text"),
+        ("predict {} --out {}.csv", "one with --text"),
+        ("finetune {} --out {}", "them with --text, --label"),
+        ("prepare {} --out {}", "one with --text-column"),
+    ],
+)
+def test_a_missing_column_is_named_with_the_option_that_chooses_another(
+    arguments, options, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "a.csv").write_text("id,body\n1,a\n")
+    command = arguments.format(tmp_path / "a.csv", tmp_path / "out").split()
+    assert main(monkeypatch, *command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"a.csv has no column 'text'; its columns are 'id', 'body'; choose {options}")
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        ("resize", ": use a smaller --length"),
+        ("pretrain", ": use a smaller rows_at_once=… in the recipe"),
+        ("demo", ""),
+    ],
+)
+def test_too_little_memory_names_options_of_the_command(command, remedy):
+    parameters = typer.main.get_command(linformers_cli.app).commands[command].params
+    assert linformers_cli._remedy(MemoryError(), parameters) == remedy
 
 
 def test_the_traceback_of_a_bug_reaches_the_terminal():
@@ -278,6 +316,19 @@ def test_a_revision_reaches_the_hub(command, monkeypatch, tmp_path):
     assert asked == [("org/name", "abc123", False)]
 
 
+def test_each_training_of_convert_has_options_of_its_own(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(adopt, "adopt", lambda model, out, **options: given.update(options) or 0)
+    command = ["convert", "bert", "--out", tmp_path, "--distill", __file__, "--contrast", __file__]
+    assert main(monkeypatch, *command) == 0
+    assert given["settings"] is given["contrast_settings"] is None
+    assert given["projected_length"] is given["local_window"] is None  # what fits the length
+    options = ["--steps", 7, "--learning-rate", 0.1, "--contrast-steps", 8, "--contrast-batch-size", 9]
+    assert main(monkeypatch, *command, *options) == 0
+    assert given["settings"] == adopt.Settings(steps=7, learning_rate=0.1)
+    assert given["contrast_settings"] == adopt.Contrast(steps=8, batch_size=9)
+
+
 def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     """The whole way by commands alone: prepare, pretrain, finetune, predict, evaluate."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -305,7 +356,8 @@ def test_text_to_predictions(tmp_path, monkeypatch, capsys):
     (tmp_path / "lines.txt").write_text("the fox\na dog\n", encoding="utf-8-sig")
     answers = run("predict", "--model", tuned / "model", tmp_path / "lines.txt").splitlines()
     assert [json.loads(answer)["text"] for answer in answers] == ["the fox", "a dog"]
-    run("predict", task, "--model", tuned / "model", "--out", tmp_path / "answers.csv", "--tokens", 64)
+    written = run("predict", task, "--model", tuned / "model", "--out", tmp_path / "answers.csv", "--tokens", 64)
+    assert written.splitlines()[-1] == f"120 rows in {tmp_path / 'answers.csv'}"
     assert (tmp_path / "answers.csv").read_text().startswith("text,label,predicted_label,predicted_score,predicted_")
     vectors = tmp_path / "vectors.npy"
     assert "120 vectors of 120 documents" in run("embed", tmp_path / "text.jsonl", "--model", model, "--out", vectors)

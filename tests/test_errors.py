@@ -29,8 +29,8 @@ def test_a_bug_keeps_its_traceback(error):
 
 @pytest.mark.parametrize("reason", ["CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 …", "CUDA out of memory."])
 def test_too_little_memory(reason):
-    shown = reason.removesuffix(" GPU 0 …")
-    assert explain(torch.OutOfMemoryError(f"{reason}\nmore")).startswith(f"{shown} Use a smaller batch")
+    shown = reason.removesuffix(" GPU 0 …").removesuffix(".")
+    assert explain(torch.OutOfMemoryError(f"{reason}\nmore")) == shown
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

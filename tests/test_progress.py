@@ -43,10 +43,24 @@ def test_a_line_says_what_a_task_says_about_itself():
     console, now = Console(file=io.StringIO(), width=200), [0.0]
     with progress(console) as bars:
         bars.get_time = lambda: now[0]
-        task = bars.add_task("percent", total=100, detail="")
+        task = bars.add_task("", total=100, amount="", detail="")
         for done in (10, 20, 30):
-            bars.update(task, completed=done, detail=f"{done} documents a second")
+            bars.update(task, completed=done, amount=f"{done} documents", detail=f"{done} tokens a second")
             now[0] += SILENCE
         lines = console.file.getvalue().splitlines()
-    assert lines[0] == "10/100 percent 10 documents a second"
-    assert lines[2] == "30/100 percent 30 documents a second, 0:03:30 left"
+    assert lines[0] == "10 documents, 10 tokens a second"
+    assert lines[2] == "30 documents, 30 tokens a second, 0:03:30 left"
+
+
+def test_a_bar_shows_the_time_left_of_steps_that_take_minutes():
+    console, now = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None), [0.0]
+    with progress(console, get_time=lambda: now[0]) as bars:
+        task = bars.add_task("training", total=4, detail="loss 0.5")
+        for _ in range(3):
+            now[0] += 120
+            bars.advance(task)
+        bars.refresh()
+        assert "3/4 loss 0.5 0:02:00 left" in console.file.getvalue()
+        now[0] += 120
+        bars.advance(task)
+    assert "4/4 loss 0.5 0:08:00" in console.file.getvalue()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 
-SMALLER = "Use a smaller batch: rows_at_once=… in a recipe, --batch-size or --tokens of a command."
+
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class UserError(ValueError):
@@ -12,6 +15,16 @@ class UserError(ValueError):
 
     The message is one sentence that names the argument, its value and what would be right.
     """
+
+
+class MissingColumnError(UserError):
+    """A table does not have a column that the user named, or the default one."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    from torch import OutOfMemoryError
+
+    return isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def explain(error: Exception) -> str | None:
@@ -22,10 +35,7 @@ def explain(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return f"there is not enough memory. {SMALLER}"
     if isinstance(error, OutOfMemoryError):
         first, second, *_ = [*str(error).splitlines()[0].split(". "), ""]  # the rest is about torch's allocator
-        reason = f"{first}. {second}".rstrip(". ")
-        return f"{reason}. {SMALLER}"
-    return None
+        return f"{first}. {second}".rstrip(". ")
+    return "there is not enough memory" if is_out_of_memory(error) else None

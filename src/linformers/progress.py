@@ -18,6 +18,8 @@ from rich.text import Text
 
 # Outside a terminal, seconds between two lines about the same task.
 SILENCE = 30.0
+# Seconds from which the time left is estimated; a step of training can take minutes.
+MEMORY = 3600.0
 
 
 class Bars(rich_progress.Progress):
@@ -35,14 +37,21 @@ class Bars(rich_progress.Progress):
         if self.console.is_terminal or not self.live.is_started:
             return
         task, now = next(task for task in self.tasks if task.id == task_id), self.get_time()
-        description, when = task.fields.get("shown", ("", now))  # in the last line about this task
+        description, when = task.fields.get("shown", (None, now))  # in the last line about this task
         if task.finished or not task.visible or (task.description == description and now - when < SILENCE):
             return
         task.fields["shown"] = task.description, now
-        line = f"{MofNCompleteColumn().render(task)} {task.description} {task.fields.get('detail', '')}".strip()
-        if task.fields.get("detail") and (left := task.time_remaining):
-            line += f", {timedelta(seconds=round(left))} left"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        parts = [f"{Amount().render(task)} {task.description}".strip(), task.fields.get("detail")]
+        if parts[1]:
+            parts.append(str(Time().render(task)))
+        self.console.print(", ".join(filter(None, parts)), highlight=False, markup=False, soft_wrap=True)
+
+
+class Amount(rich_progress.ProgressColumn):
+    """How much of a task is done: its field `amount` or, without one, the steps as m/n."""
+
+    def render(self, task: rich_progress.Task) -> Text:
+        return Text(task.fields["amount"]) if "amount" in task.fields else MofNCompleteColumn().render(task)
 
 
 class Detail(rich_progress.ProgressColumn):
@@ -52,10 +61,19 @@ class Detail(rich_progress.ProgressColumn):
         return Text(task.fields.get("detail", ""))
 
 
-def progress(console: Console) -> Bars:
-    time = (rich_progress.TimeElapsedColumn(), TextColumn("left"), rich_progress.TimeRemainingColumn())
-    what = (TextColumn("{task.description}"), rich_progress.BarColumn(), MofNCompleteColumn())
-    return Bars(*what, *time, Detail(), console=console)
+class Time(rich_progress.ProgressColumn):
+    """The time left or, of a finished task, the time that it took."""
+
+    def render(self, task: rich_progress.Task) -> Text:
+        if task.finished_time is not None:
+            return Text(str(timedelta(seconds=round(task.finished_time))))
+        left = task.time_remaining
+        return Text("" if left is None else f"{timedelta(seconds=round(left))} left")
+
+
+def progress(console: Console, **options: Any) -> Bars:
+    what = (TextColumn("{task.description}"), rich_progress.BarColumn(), Amount(), Detail(), Time())
+    return Bars(*what, console=console, speed_estimate_period=MEMORY, **options)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def resize_length(model: Any, max_length: int, projected_length: int | Sequence[
     if projected_length is None and old.projection not in WITHOUT_K:
         projected_length = old.projected_length or old.largest_projected_length
         if max_length < (k := old.largest_projected_length):
-            raise UserError(f"max_length={max_length} is below k={k}: pass a new projected_length as well")
+            raise UserError(f"max_length={max_length} is below k={k}: pass projected_length={max_length} or less")
     changes = {"max_position_embeddings": max_length, "projected_length": projected_length}
     new = LinformerConfig(**{**old.to_dict(), **changes})
     n, new_n = old.max_position_embeddings, new.max_position_embeddings

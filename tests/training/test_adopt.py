@@ -1,5 +1,6 @@
 """`linformers convert`: the folder that it writes, and its report."""
 
+import io
 import json
 import logging
 import shutil
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModel,
@@ -71,7 +73,7 @@ def source(folder, kind="bert", head="Model", **fields):
 
 def convert(folder, out, text, **config):
     options = {"text": [text], "console": small.QUIET, "command": "linformers convert"}
-    code = adopt.adopt(str(folder), out, **options, **{**CONFIG, **config})
+    code = adopt.adopt(str(folder), out, **{**options, **CONFIG, **config})
     return json.loads((out / "conversion.json").read_text()) if code == 0 else code
 
 
@@ -83,7 +85,7 @@ def test_a_converted_folder(kind, head, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     report = convert(source(tmp_path / "in", kind, head, id2label={0: "a", 1: "b"}), out, text)
     measure = "cosine" if head == "Model" else "agreement"
-    rows = ["converted", "without projected", "without window"]
+    rows = ["converted", "without projected keys", "without the local window"]
     assert [0 <= report[row][measure] <= 1 for row in rows] == [True] * 3
     assert files.damage(out) is None
     config, loaded = LinformerConfig.from_pretrained(out), AutoTokenizer.from_pretrained(out)
@@ -96,13 +98,22 @@ def test_a_converted_folder(kind, head, text, tmp_path, monkeypatch):
     assert f"pipeline_tag: {PIPELINES[head]}" in (out / "README.md").read_text()
 
 
+def test_a_short_model_has_fewer_keys_by_default(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    convert(source(tmp_path / "in"), out, text, length=40, projected_length=None, local_window=None)
+    config = LinformerConfig.from_pretrained(out)
+    assert (config.max_position_embeddings, config.projected_length, config.local_window) == (40, 20, 5)
+    assert "# Linformer, n=40, k=20, w=5, linear, layerwise" in (out / "README.md").read_text()
+
+
 def test_with_as_many_keys_as_tokens_nothing_changes(text, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     folder = source(tmp_path / "in", "bert", "ForMaskedLM")
     options = {"length": 25, "projected_length": 25, "projection_init": "window", "local_window": 0}
     report = convert(folder, tmp_path / "out", text, **options)
     assert report["converted"] == {"agreement": 1.0}
-    assert "without window" not in report
+    assert "without the local window" not in report
     found, expected = (pipeline("fill-mask", model=str(own))("the [MASK] fox") for own in (tmp_path / "out", folder))
     assert [guess["token"] for guess in found] == [guess["token"] for guess in expected]
 
@@ -203,6 +214,10 @@ def test_sentence_transformers(text, tmp_path, monkeypatch):
     monkeypatch.setattr(adopt, "SECONDS", 0.0)
     out = tmp_path / "out"
     convert(sentence_folder(tmp_path / "in"), out, text)
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: sentence-similarity" in card
+    assert 'from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(".")' in card
+    assert "linformers embed DOCUMENTS --model . --out" in card
     model = sentence_transformers.SentenceTransformer(str(out), device="cpu")
     texts = ["abc" * 19, "quick fox"]
     ids = AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="pt")
@@ -428,8 +443,10 @@ def test_wrong_arguments(text, tmp_path):
     shutil.rmtree(folder)
     with refused("is neither a folder nor a name on the hub that can be reached"):
         convert(folder, tmp_path / "out", text)
-    with refused("steps, batch_size and learning_rate have no effect without distill"):
+    with refused("--steps, --batch-size and --learning-rate have no effect without --distill"):
         convert(folder, tmp_path / "out", text, settings=adopt.Settings())
+    with refused("--contrast-steps, -batch-size and -learning-rate have no effect without --contrast"):
+        convert(folder, tmp_path / "out", text, contrast_settings=Contrast())
     head = source(tmp_path / "head", "bert", "ForMaskedLM")
     with refused("contrast trains vectors of texts, but the model is a BertForMaskedLM"):
         convert(head, tmp_path / "out", text, contrast=[text])
@@ -440,6 +457,20 @@ def test_the_manual_of_python_is_the_default_text():
     rows = adopt.encode_passages(tokenizer(), adopt.read([]), 512)
     assert len(rows) == adopt.PASSAGES
     assert all((len(row), row[0], row[-1]) == (512, 2, 3) for row in rows)
+
+
+def test_distillation_that_lowers_the_agreement_is_named(text, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "SECONDS", 0.0)
+    folder, console = source(tmp_path / "in"), Console(file=io.StringIO(), width=500)
+    settings = adopt.Settings(steps=4, learning_rate=1.0)
+    report = convert(folder, tmp_path / "out", text, distill=[corpus], settings=settings, console=console)
+    was, now = (report[name]["cosine"] for name in ("before distillation", "converted"))
+    assert f"lowered the cosine with the original from {was:.3f} to {now:.3f}: " in console.file.getvalue()
+    before = {"cosine": 0.9641, "correlation of similarities": 0.9}
+    assert adopt.lowered(before, {"cosine": 0.9638, "correlation of similarities": 0.1}) == ""
+    (message,) = adopt.lowered(before, {"cosine": 0.91, "correlation of similarities": 1.0}).splitlines()
+    assert message.startswith("Distillation lowered the cosine with the original from 0.964 to 0.910: ")
+    assert "--learning-rate" in message
 
 
 def test_agreement():

@@ -130,7 +130,8 @@ def test_what_is_refused(corpus, tmp_path):
 
 
 def test_pairs_depend_on_seed_and_number_alone():
-    rows = [{"input_ids": np.arange(100, 200), "title": [7, 8]}, {"input_ids": np.arange(50), "title": None}]
+    rows = [{"input_ids": np.arange(100, 200), "title": [7, 8], "label": 0}]
+    rows.append({"input_ids": np.arange(50), "title": None, "label": 1})
     prefixes = {"document": [2, 4], "query": [2, 5]}
     first, second = (Pairs(rows * 40, 0, prefixes, [3]) for _ in range(2))
     titles = 0
@@ -165,8 +166,12 @@ def test_the_contrastive_loss_is_infonce_of_all_documents_at_once():
     inputs = {"input_ids": documents, "query_input_ids": queries}
     inputs |= {"attention_mask": torch.ones_like(documents), "query_attention_mask": torch.ones_like(queries)}
     scores = vectors[10:] @ vectors[:10].T / 0.1
-    expected = -(scores.log_softmax(1) + scores.log_softmax(0)).diagonal().mean() / 2
-    torch.testing.assert_close(ContrastiveTrainer.compute_loss(trainer, Model(), inputs), expected)
+    for labels in (torch.arange(10), torch.tensor([0, 1, 2, 3, 3, 5, 6, 7, 3, 9])):
+        for i, j in ((3, 4), (3, 8), (4, 8)) if labels[4] == 3 else ():  # the same title: no negatives
+            scores[i, j] = scores[j, i] = -torch.inf
+        expected = -(scores.log_softmax(1) + scores.log_softmax(0)).diagonal().mean() / 2
+        found = ContrastiveTrainer.compute_loss(trainer, Model(), {**inputs, "labels": labels})
+        torch.testing.assert_close(found, expected)
 
 
 def test_titled_documents_in_parts(tmp_path):
@@ -175,5 +180,6 @@ def test_titled_documents_in_parts(tmp_path):
     letters = ["".join(tokenizer().convert_ids_to_tokens(row["input_ids"])) for row in encoded]
     assert letters == ["abcdefgh", "ijabcdef", "ghij", "kl"] * 2
     assert [row["title"] and len(row["title"]) for row in encoded] == [7, None, None, None] * 2
-    with refused("contrast has 1 documents, but it takes at least 4"):
+    assert [row["label"] for row in encoded] == [0, 0, 0, 3, 0, 0, 0, 7]
+    with refused("contrast has 1 document, but it takes at least 4"):
         encode_titled([small.write_table(tmp_path / "b.jsonl", rows[1:])], tokenizer(), 12, special=4)

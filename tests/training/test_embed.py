@@ -21,7 +21,7 @@ import linformers
 from linformers import LinformerModel, files
 from linformers.training import embed
 from linformers.training.batches import Text, spans
-from linformers.training.embed import Embedder, Settings
+from linformers.training.embed import Embedder, Meter, Settings
 
 from ..modes import refused
 from . import small
@@ -214,7 +214,7 @@ def test_files_of_all_kinds(random, tmp_path):
             assert rows[4]["parts"] > 3
             assert info["model_hash"]
             assert info["notes"] == [
-                "4 of 10 documents are longer than n=32 tokens: read in overlapping parts, whose vectors are merged"
+                "documents longer than n=32 tokens, read in overlapping parts, whose vectors are merged: 4 of 10"
             ]
     assert not list(tmp_path.glob("*.parts"))
 
@@ -236,14 +236,20 @@ def test_folders_of_mixed_types(random, tmp_path, capsys):
     assert (np.linalg.norm(vectors, axis=1) > 0.99).tolist() == [own not in (str(folder / "c.md"), "z") for own in ids]
     said = capsys.readouterr().out
     for note in (
-        f"1 files have NUL bytes and were left out; the first: {folder / 'd.txt'}",
-        f"1 files of other types were left out; the first: {folder / 'image.png'}",
-        "1 lines are not UTF-8: wrong bytes became �",
-        "2 of 7 documents are empty: their vectors are 0",
+        f"1 file has NUL bytes and was left out; the first: {folder / 'd.txt'}",
+        f"1 file of another type was left out; the first: {folder / 'image.png'}",
+        "1 line is not UTF-8: its wrong bytes became �",
+        "empty documents, whose vectors are 0: 2 of 7",
     ):
         assert note in said
     whole = naive(random, [(folder / "a.txt").read_text()[:60]])
     assert whole.shape == (1, 16)
+
+
+def test_one_of_a_thing_is_singular(random, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    out = run(tmp_path / "a.txt", tmp_path / "out.npy", model=random, console=Console(width=500))
+    assert capsys.readouterr().out.splitlines()[-1] == f"1 vector of 1 document in {out}"
 
 
 def test_late_chunks_of_files(random, tmp_path):
@@ -283,6 +289,7 @@ def test_a_stopped_run_continues(random, tmp_path, monkeypatch):
     parts = outs[1].with_name("stopped.npy.parts")
     with refused("normalized was True and is now False; delete it to start anew"):
         run(source, outs[1], model=random, normalize=False)
+    shutil.copytree(parts, tmp_path / "smaller.npy.parts")
     (parts / "000001.parquet").write_bytes((parts / "000001.parquet").read_bytes()[:-9])  # damaged: made again
     seen.clear()
     seen += [-1, -1, -1]
@@ -293,6 +300,28 @@ def test_a_stopped_run_continues(random, tmp_path, monkeypatch):
         assert straight == own
     with refused("exists already: delete it or choose another"):
         run(source, outs[1], model=random)
+    seen[:] = [-1, -1, -1]
+    smaller = run(source, tmp_path / "smaller.npy", model=random, tokens=16)  # batches of another size change nothing
+    assert seen[3:] == [2, 3, 4, 5]
+    assert np.abs(np.load(smaller) - np.load(outs[0])).max() < 1e-5
+
+
+def test_blocks_are_small_enough_to_lose_on_a_cpu(random, monkeypatch):
+    """A block has a fixed number of characters, whatever the size of a batch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    texts = [Text("the quick brown fox " * 500)] * 40  # 10,000 characters each
+    blocks = list(Embedder(random, Settings(tokens=10**6)).encoder.read(texts))
+    assert [len(block.texts) for block in blocks] == [14, 14, 12]
+
+
+def test_the_bar_shows_documents_and_speed(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", iter([10.0, 12.0, 12.0]).__next__)
+    meter = Meter(1000)
+    meter.add(600, 3)  # of an earlier run
+    meter.add(100, 0.5, tokens=5000)
+    assert meter.shown() == {"completed": 700, "amount": "3 documents", "detail": "2,500 tokens a second"}
+    meter.add(900, 5)  # the total was an estimate
+    assert meter.shown()["completed"] == 990
 
 
 def test_the_output_may_lie_among_the_documents(random, tmp_path):
@@ -326,8 +355,8 @@ def test_changed_documents_are_read_again(random, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_files(random, tmp_path):
-    source = table(tmp_path / "a.jsonl", TEXTS * 60)
-    run(source, tmp_path / "one.parquet", model=random, tokens=16)
+    source = table(tmp_path / "a.jsonl", TEXTS * 400)
+    run(source, tmp_path / "one.parquet", model=random, tokens=1024)
     command = [
         sys.executable,
         "-m",
@@ -337,7 +366,7 @@ def test_two_processes_give_the_same_files(random, tmp_path):
         "-m",
         "linformers",
     ]
-    options = ["embed", source, "--out", tmp_path / "two.parquet", "--model", random, "--tokens", "16"]
+    options = ["embed", source, "--out", tmp_path / "two.parquet", "--model", random, "--tokens", "1024"]
     subprocess.run([*command, *map(str, options)], check=True, capture_output=True, timeout=300)
     one, two = (pyarrow.parquet.read_table(tmp_path / f"{name}.parquet") for name in ("one", "two"))
     assert one.drop_columns("vector").equals(two.drop_columns("vector"))

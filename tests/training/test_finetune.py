@@ -235,7 +235,7 @@ def test_texts_that_are_cut_are_counted(model, tmp_path, capsys):
         runs = finetune.FineTuning(data, model, tmp_path, dataclasses.replace(settings, learning_rate=1e-3), Console())
         runs.print_sizes()
         said = (
-            "100 of 100 texts are longer than 5 tokens and are cut; with a larger --max-length"
+            "texts longer than 5 tokens, which are cut: 100 of 100; with a larger --max-length"
             in capsys.readouterr().out
         )
         assert said == bool(cut)

@@ -78,8 +78,8 @@ def test_long_texts_are_read_in_parts(tuned, model, tmp_path, capsys):
     (tmp_path / "lines.txt").write_text("\n".join(texts))
     console, out = Console(width=200), tmp_path / "out.jsonl"
     predict.predict(tuned / "model", tmp_path / "lines.txt", out, console=console)
-    said = "2 of 3 texts are longer than n=32 tokens: read in overlapping parts, whose answers are merged\n"
-    assert capsys.readouterr().out == said
+    said = "texts longer than n=32 tokens, read in overlapping parts, whose answers are merged: 2 of 3"
+    assert capsys.readouterr().out == f"{said}\n3 rows in {out}\n"
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     encoder = TextEncoder(tokenizer, 32)
     for text, row in zip(texts, rows, strict=True):
@@ -129,7 +129,19 @@ def test_cut_pairs_are_counted(tuned, tmp_path, capsys):
     (tmp_path / "lines.txt").write_text("the dog\ta fox\n" + "the dog " * 40 + "\ta fox\n")
     predict.predict(tuned / "model", tmp_path / "lines.txt", io.StringIO(), pairs=True, console=Console(width=200))
     said = capsys.readouterr().out
-    assert said == "1 of 2 pairs of texts are longer than n=32 tokens: the longer text of each was cut\n"
+    assert said == "pairs longer than n=32 tokens, of which the longer text was cut: 1 of 2\n"
+
+
+def test_blank_rows_have_errors_and_no_score(tuned, tmp_path, capsys):
+    """Both commands count them."""
+    rows = [
+        {"text": text, "label": label} for text, label in (("fox", "dogs"), (" ", "dogs"), ("of", "trees"), ("", ""))
+    ]
+    table, out = small.write_table(tmp_path / "a.csv", rows), tmp_path / "out.csv"
+    predict.predict(tuned / "model", table, out, console=Console(width=500))
+    assert capsys.readouterr().out == f"4 rows in {out}, 2 with an error\n"
+    found = evaluate(tuned / "model", task=str(table))
+    assert (found["rows"], found["note"].split("; ")[-1]) == (2, "left out 2 blank rows of a.csv: 2, 4")
 
 
 def test_guesses_in_tables(model, tmp_path):

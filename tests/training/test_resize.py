@@ -55,7 +55,7 @@ def test_the_layout_of_sentence_transformers_comes_along(random, tmp_path):
 def test_what_it_prints(model, tmp_path, capsys):
     for name, options, said in (
         ("same", {"length": 64, "projected": 16}, "; up to 32 tokens, it computes what it computed before\n"),
-        ("other", {"length": 64}, f"train it a little, as with linformers finetune --model {tmp_path / 'other'}\n"),
+        ("other", {"length": 64}, f"train the result, as with linformers finetune --model {tmp_path / 'other'}\n"),
     ):
         out = tmp_path / name
         resize.resize(model, out, console=Console(width=500), command="", **options)
@@ -70,7 +70,7 @@ def test_wrong_arguments(model, tmp_path):
     for folder, options, message in [
         (model, {"out": tmp_path / "full"}, "is not an empty folder: choose a new one"),
         (model, {"length": 0}, "length=0 must be a positive integer"),
-        (model, {"length": 4}, "max_length=4 is below k=8: pass a new projected_length as well"),
+        (model, {"length": 4}, "max_length=4 is below k=8: pass projected_length=4 or less"),
         (model, {"projected": 65}, "projected_length=65 exceeds max_position_embeddings=64"),
         (tmp_path, {}, "contains no model"),
     ]:

@@ -1,5 +1,6 @@
 """Search: the nearest documents, their best passages, and files that are not what they should be."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -81,6 +82,16 @@ def test_printed_answers(random, tmp_path, capsys):
     assert capsys.readouterr().out == f"1. {best['id']}  {best['score']:.3f}\n"
 
 
+def test_a_terminal_shows_progress(random, tmp_path):
+    """On standard error, so that standard output holds the answers alone; without a terminal, there is none."""
+    out = run(table(tmp_path / "a.jsonl"), tmp_path / "out.npy", model=random)
+    for is_terminal in (True, False):
+        terminal = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        search.search(out, query=QUERY, console=small.QUIET, terminal=terminal)
+        shown = ["the documents" in terminal.file.getvalue(), "best passages" in terminal.file.getvalue()]
+        assert shown == [is_terminal] * 2
+
+
 def test_relative_names_are_found_from_elsewhere(random, tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(TEXTS[0])
@@ -119,6 +130,9 @@ def test_files_that_are_not_what_they_should_be(random, model, tmp_path):
         found(moved)
     assert len(found(moved, model=tmp_path / "elsewhere")) == 5
     np.save(tmp_path / "own.npy", np.zeros((2, 3)))
+    for end in ("ids.jsonl", "json"):
+        with refused(f"out.{end} only describes the vectors in {out}: search that file"):
+            found(tmp_path / f"out.{end}")
     with refused("has no own.ids.jsonl beside it: it is not a file of linformers embed"):
         found(tmp_path / "own.npy")
     pyarrow.parquet.write_table(pyarrow.table({"vector": [[1.0]]}), tmp_path / "own.parquet")

@@ -162,13 +162,22 @@ def test_columns_and_files(tmp_path):
         load(train, data=tmp_path)
 
 
+def test_blank_rows_are_left_out_and_named(tmp_path):
+    train = write(tmp_path / "train.csv", [*numbered(50), {"text": " ", "label": ""}])
+    test = write(tmp_path / "test.jsonl", [{"text": "", "label": "x"}] * 12 + numbered(2))
+    data = load(train, test=test, validation=train)
+    assert (len(data.train), len(data.validation), len(data.test)) == (50, 50, 2)
+    one = "left out 1 blank row of train.csv: 51"
+    assert data.note == f"{one}; {one}; left out 12 blank rows of test.jsonl: {', '.join(map(str, range(1, 11)))}, …"
+
+
 @pytest.mark.parametrize("with_validation", [True, False])
 def test_without_a_test_file(with_validation, tmp_path):
     """Validation is reported, or 5% that are held out; models are selected on another 5%."""
     train = write(tmp_path / "train.csv", numbered(300) + numbered(300))
     validation = write(tmp_path / "valid.csv", numbered(20, word="New")) if with_validation else None
     data = load(train, validation=validation)
-    assert data.reported_on == ("valid.csv" if with_validation else "rows held out of train.csv")
+    assert data.reported_on == ("valid.csv" if with_validation else "train.csv, held out")
     assert f"reported on {'valid.csv' if with_validation else 'about 5%'}" in data.note
     sizes = [len(part) for part in (data.train, data.validation, data.test)]
     assert min(sizes) > 0

@@ -1,6 +1,7 @@
 """An interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
 import functools
+import io
 import math
 import os
 import random
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -88,6 +90,19 @@ def test_intervals_may_change(corpus, tmp_path):
     assert small.train(small.recipe(corpus, tmp_path, steps=9, save_every=2, keep=9, log_every=1)) == 0
     assert sorted(map(checkpoints.step_of, checkpoints.list_checkpoints(tmp_path))) == [3, 4, 6, 8, 9]
     assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_signal_is_acknowledged_before_the_step_ends(corpus, tmp_path, monkeypatch):
+    console, said, original = Console(file=io.StringIO(), width=200), [], ExactTrainer.compute_loss
+
+    def compute_loss(self, *args, **kwargs):
+        said.append("stopping after this step" in console.file.getvalue())
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ExactTrainer, "compute_loss", compute_loss)
+    with interrupted(1, signal.SIGINT):
+        assert pretrain.run(small.recipe(corpus, tmp_path, eval_every=100), console, "test") == 130
+    assert said == [False, True]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows")

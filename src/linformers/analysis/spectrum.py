@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from .. import plots
 from ..checks import check_size, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..progress import progress, stoppable
 from ..provenance import commit, environment
 from . import attentions
@@ -185,11 +185,13 @@ def run(
     with console.status("reading text"):
         passages = attentions.passages(text, tokenizer, length, sentences, seed=seed, text_column=text_column)
     if len(passages) < sentences:
-        console.print(f"The text has only {len(passages)} passages of {length} tokens", highlight=False)
+        console.print(f"The text has only {counted(len(passages), 'passage')} of {length} tokens", highlight=False)
     options: Any = {"name": model, "workers": workers, "state_file": out / "state.npz"}
     with progress(console) as bars:
         task = bars.add_task("passages", total=len(passages))
-        with stoppable(console, lambda: f"Stopped after {bars.tasks[0].completed:.0f} passages; run again to resume"):
+        with stoppable(
+            console, lambda: f"Stopped after {counted(int(bars.tasks[0].completed), 'passage')}; run again to resume"
+        ):
             spectrum = measure(encoder, passages, **options, on_passage=lambda done: bars.update(task, completed=done))
     record = {**origin, **spectrum.record(at)}
     shares = np.array(record["cumulative_at"])  # (layers, heads)

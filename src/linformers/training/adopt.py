@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import convert
 from ..checks import check_empty_folder, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..pooling import MODULES, PROMPTS, SETTINGS, Pooling
 from ..progress import progress
 from .checkpoints import full_tensor
@@ -28,12 +28,13 @@ from .data import documents, find_files
 from .distill import Settings, clean, encode_documents, rows_hash
 from .distill import distill as run_distillation
 from .predict import BRANCHES, CLASSIFY, FILL_MASK, without_branch
-from .pretrain import describe, model_card, save_model
+from .pretrain import SENTENCES, describe, model_card, save_model
 from .rows import special_tokens
 
 # Passages to compare, and the seconds for which a model's speed is measured.
 PASSAGES, SECONDS, BATCH = 24, 4.0, 8
 MASKED = 0.15  # of the tokens, where words are compared
+WITHOUT = {"projected": "without projected keys", "window": "without the local window"}
 PURPOSES = {
     "LinformerModel": "feature-extraction",
     "LinformerForMaskedLM": FILL_MASK,
@@ -82,7 +83,9 @@ def adopt(
         check_empty_folder("out", folder)
     make_folder("out", out.parent)
     if settings is not None and not distill:
-        raise UserError("steps, batch_size and learning_rate have no effect without distill, the text to train on")
+        raise UserError("--steps, --batch-size and --learning-rate have no effect without --distill, the text for it")
+    if contrast_settings is not None and not contrast:
+        raise UserError("--contrast-steps, -batch-size and -learning-rate have no effect without --contrast")
     files, texts, titled = (
         find_files(sources, name) if sources else []
         for name, sources in (("text", text), ("distill", distill), ("contrast", contrast))
@@ -97,6 +100,8 @@ def adopt(
         if code := work.distill(texts, run, settings or Settings()):
             return code
     results = [(out, work.compare() | earlier, work.weights())]
+    if texts and (sentence := lowered(earlier["before distillation"], results[0][1]["converted"])):
+        console.print(sentence, style="yellow", highlight=False, soft_wrap=True)
     if titled:
         earlier["before contrastive training"] = results[0][1]["converted"]
         if code := work.contrast(titled, contrast_run, contrast_settings or Contrast()):
@@ -170,7 +175,8 @@ class Conversion:
             self.pooling.write(unfinished, self.n)
 
         show(report, self.console)
-        card = card_of(self.model, self.revision, self.converted, report, command)
+        purpose = purpose_of(self.converted, self.pooling)
+        card = card_of(self.model, self.revision, self.converted, purpose, report, command)
         save_model(folder, self.converted, weights, self.tokenizer, card, add_pooling)
         self.console.print(f"model in {folder}", markup=False, highlight=False)
 
@@ -200,7 +206,7 @@ def encode_passages(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], le
             break
     rows = [*found, *others][:PASSAGES]
     if len(rows) < 2:
-        raise UserError(f"text has {len(rows)} passages of {length} tokens, but comparing takes at least 2")
+        raise UserError(f"text has {counted(len(rows), 'passage')} of {length} tokens, but comparing takes at least 2")
     return [[*before, *row, *after] for row in rows]
 
 
@@ -231,7 +237,7 @@ def compare(
     ids = torch.tensor(passages)
     models: dict[str, Any] = {"converted": lambda: converted}
     for branch in branches:
-        models[f"without {branch}"] = lambda branch=branch: without_branch(copy.deepcopy(converted), branch)
+        models[WITHOUT[branch]] = lambda branch=branch: without_branch(copy.deepcopy(converted), branch)
     with progress(console) as bars:
         task = bars.add_task("comparing", total=(1 + len(models)) * len(ids))
 
@@ -278,6 +284,16 @@ def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     return {"cosine": (ours * theirs).sum(-1).mean().item(), "correlation of similarities": correlation}
 
 
+def lowered(before: dict[str, float], after: dict[str, float]) -> str:
+    """A warning if distillation lowered the first measure of agreement."""
+    name = next(iter(before))
+    was, now = (f"{values[name]:.3f}" for values in (before, after))
+    if float(now) >= float(was):
+        return ""
+    remedy = "train for more --steps, on more text, or with a lower --learning-rate"
+    return f"Distillation lowered the {name} with the original from {was} to {now}: {remedy}."
+
+
 @torch.inference_mode()
 def speed(network: PreTrainedModel, length: int) -> float:
     """Tokens a second in rows of `length` tokens."""
@@ -303,8 +319,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"{value:,} tokens a second: {name}", highlight=False)
 
 
-def card_of(model: str, revision: str | None, converted: PreTrainedModel, report: dict[str, Any], command: str) -> str:
-    name = type(converted).__name__
+def purpose_of(network: PreTrainedModel, pooling: Pooling) -> str:
+    """What a model is for, as its card says."""
+    return PURPOSES[type(network).__name__] if pooling.folder is None else SENTENCES
+
+
+def card_of(
+    model: str, revision: str | None, converted: PreTrainedModel, purpose: str, report: dict[str, Any], command: str
+) -> str:
     measures = list(report["converted"])
     models = {row: values for row, values in report.items() if row != "tokens_per_second"}
     rows = [f"| {row} | {' | '.join(f'{value:.3f}' for value in values.values())} |" for row, values in models.items()]
@@ -326,4 +348,4 @@ Agreement on passages that the original can read:
 
 {speeds}
 """
-    return model_card(PURPOSES[name], describe(converted.config), text, command)
+    return model_card(purpose, describe(converted.config), text, command)

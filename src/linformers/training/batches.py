@@ -23,10 +23,11 @@ from .rows import special_tokens
 
 T = TypeVar("T")
 OVERLAP = 8  # neighboring parts of a long text share at least 1/8 of what the model reads
-# A block of texts is tokenized, sorted and saved together.
-BATCHES_PER_BLOCK, CHARACTERS_PER_TOKEN, TEXTS_PER_BLOCK = 64, 4, 16384
 ENCODED_AT_ONCE = 2**19  # characters: a token takes hundreds of bytes until it is a number
-CPU_TOKENS, GPU_TOKENS = 4096, 65536  # of a batch
+CPU_TOKENS, GPU_TOKENS = 2048, 65536  # of a batch
+# A block of texts is tokenized, sorted and saved together: seconds of work, whatever the size of a batch.
+CPU_BLOCK, GPU_BLOCK = 2**17, 2**24  # characters
+TEXTS_PER_BLOCK = 16384
 WIDTH = 8  # the width of a batch is a multiple of it
 
 
@@ -126,26 +127,19 @@ class TextEncoder:
             ids = np.concatenate([tokens.head, tokens.ids[start:stop], tokens.tail])
             yield Part(number, ids, len(tokens.head), start, own)
 
-    def blocks(self, texts: Iterable[Any], batch_tokens: int) -> Iterator[list[Any]]:
-        """Texts, or rows with a `text`, in blocks of about 64 batches."""
-        most = BATCHES_PER_BLOCK * CHARACTERS_PER_TOKEN * batch_tokens
-        return _pieces(texts, most, TEXTS_PER_BLOCK)
-
     def block(self, number: int, start: int, texts: list[Any]) -> Block:
         tokens = self.encode([Text(text.text, getattr(text, "pair", None)) for text in texts])
         return Block(number, start, texts, tokens, [p for i, own in enumerate(tokens) for p in self.parts(i, own)])
 
-    def read(
-        self, texts: Iterable[Any], batch_tokens: int, wanted: Callable[[int, list[Any]], bool] = lambda *_: True
-    ) -> Iterator[Block]:
-        """The blocks of some texts, tokenized in a thread while the model works on earlier ones.
+    def read(self, texts: Iterable[Any], wanted: Callable[[int, list[Any]], bool] = lambda *_: True) -> Iterator[Block]:
+        """The blocks of texts, or of rows with a `text`, tokenized in a thread while the model works on earlier ones.
 
         Blocks that are not `wanted`, by their number and texts, have no tokens.
         """
 
         def tokenized() -> Iterator[Block]:
-            start = 0
-            for number, some in enumerate(self.blocks(texts, batch_tokens)):
+            start, characters = 0, GPU_BLOCK if torch.cuda.is_available() else CPU_BLOCK
+            for number, some in enumerate(_pieces(texts, characters, TEXTS_PER_BLOCK)):
                 yield self.block(number, start, some) if wanted(number, some) else Block(number, start, some, [], [])
                 start += len(some)
 

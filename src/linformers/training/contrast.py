@@ -1,11 +1,12 @@
 """`linformers contrast`, which is also a part of `linformers convert`: contrastive training of vectors of documents.
 
 An encoder learns to tell a whole document from others by its title or by a span of it. The loss is InfoNCE (van den
-Oord et al., 2018) in both directions; the other documents of a batch are the negatives.
+Oord et al., 2018) in both directions; the other documents of a batch are the negatives, except those of the same title.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import tee
@@ -21,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checks import check_empty_folder, check_positive, check_size, make_folder
-from ..errors import UserError
+from ..checks import check_empty_folder, check_positive, check_range, check_size, make_folder
+from ..errors import UserError, counted
 from ..pooling import Pooling, write_mean_pooling
 from .checkpoints import load_any, model_hash
 from .data import find_files, titled_documents
 from .distill import clean, rows_hash, run_stage, token_ids
-from .pretrain import describe, model_card, save_model
+from .pretrain import SENTENCES, describe, model_card, save_model
 from .rows import EpochOrder, collate, load_tokenizer, special_tokens
 from .trainer import ExactTrainer, read_metrics
 
@@ -52,8 +53,8 @@ class Contrast:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
-            check_size(name, getattr(self, name))
+        check_size("steps", self.steps)
+        check_range("batch_size", self.batch_size, 2, math.inf)
         for name in ("learning_rate", "temperature"):
             check_positive(name, getattr(self, name))
 
@@ -65,7 +66,7 @@ class Pairs(Dataset):
     Pair g depends on the seed and g alone.
     """
 
-    rows: Any  # `input_ids`, the text alone, and `title`
+    rows: Any  # `input_ids`, the text alone; `title`; and `label`, the same for documents with the same title
     seed: int
     prefixes: Mapping[str, Sequence[int]]  # what comes before a `document` and before a `query`
     after: Sequence[int]
@@ -86,7 +87,7 @@ class Pairs(Dataset):
         document, query = (
             np.array([*self.prefixes[kind], *ids, *self.after]) for kind, ids in (("document", text), ("query", query))
         )
-        return {"input_ids": document, "query": query, "label": 0}
+        return {"input_ids": document, "query": query, "label": row["label"]}
 
 
 class ContrastiveTrainer(ExactTrainer):
@@ -110,6 +111,8 @@ class ContrastiveTrainer(ExactTrainer):
         queries = self.vectors(model, inputs["query_input_ids"], inputs["query_attention_mask"])
         scores = queries @ documents.T / self.temperature
         own = torch.arange(len(scores), device=scores.device)
+        same_title = inputs["labels"][:, None] == inputs["labels"]
+        scores = scores.masked_fill(same_title & (own[:, None] != own), -math.inf)  # no negatives of each other
         loss = (functional.cross_entropy(scores, own) + functional.cross_entropy(scores.T, own)) / 2
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -127,18 +130,23 @@ def encode_titled(
 ) -> list[dict[str, Any]]:
     """Documents of at most `length` tokens, the longer ones in parts; the first part has the title.
 
-    `special` tokens of each will surround the text.
+    `special` tokens of each will surround the text. Rows of the same title have the same `label`.
     """
-    rows, size = [], length - special
+    rows: list[dict[str, Any]] = []
+    labels: dict[tuple[int, ...], int] = {}
+    size = length - special
     for path in files:
         titles, texts = tee(titled_documents(path))
         names = token_ids(tokenizer, (title or "" for title, _ in titles))
         for name, ids in zip(names, token_ids(tokenizer, (text for _, text in texts)), strict=True):
             for start in range(0, len(ids) - 1, size):  # no part of a single token
                 part = np.array(ids[start : start + size], dtype=np.int32)
-                rows.append({"input_ids": part, "title": name[:size] if name and start == 0 else None})
+                label = labels.setdefault(tuple(name), len(rows)) if name else len(rows)
+                rows.append({"input_ids": part, "title": name[:size] if name and start == 0 else None, "label": label})
     if len(rows) < LEAST:
-        raise UserError(f"contrast has {len(rows)} documents, but it takes at least {LEAST}: to train and to validate")
+        raise UserError(
+            f"contrast has {counted(len(rows), 'document')}, but it takes at least {LEAST}: to train and to validate"
+        )
     return rows
 
 
@@ -228,7 +236,7 @@ Started from `{model}` (sha256 `{start["sha256"]}`), then {LEARNED}.
 - Settings: {", ".join(f"{key}={value}" for key, value in asdict(settings).items())}
 
 {masks if network is not network.base_model else ""}"""
-    card = model_card("feature-extraction", describe(config), lines, command)
+    card = model_card(SENTENCES, describe(config), lines, command)
     save_model(out, network, network.state_dict(), tokenizer, card, add_pooling)
     clean(run)
     console.print(f"model in {out}", markup=False, highlight=False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ..errors import UserError
+from ..errors import MissingColumnError, UserError
 from ..files import parse_json
 
 TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
@@ -239,8 +239,10 @@ def _check_columns(where: object, columns: Sequence[str], present: Iterable[str]
     for name in columns:
         if name not in present:
             names = list(map(str, present))
-            hint = "; its columns are separated by semicolons, not commas" if any(";" in own for own in names) else ""
-            raise UserError(f"{where} has no column {name!r}; its columns are {', '.join(map(repr, names))}{hint}")
+            missing = f"{where} has no column {name!r}; its columns are {', '.join(map(repr, names))}"
+            if any(";" in own for own in names):
+                raise UserError(f"{missing}; its columns are separated by semicolons, not commas")
+            raise MissingColumnError(missing)
 
 
 def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from .. import convert
 from ..checks import check_positive, check_range, check_size, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from . import checkpoints
 from .data import documents
 from .rows import EpochOrder, collate
@@ -234,7 +234,9 @@ def encode_documents(
                 row = np.array([*before, *ids[start : start + size], *after], dtype=np.int32)
                 rows.append({"input_ids": row, "label": 0})
     if len(rows) < 2:
-        raise UserError(f"distill has {len(rows)} documents, but it takes at least 2: to train on and to validate with")
+        raise UserError(
+            f"distill has {counted(len(rows), 'document')}, but it takes at least 2: to train and to validate"
+        )
     return rows
 
 

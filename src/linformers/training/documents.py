@@ -46,8 +46,8 @@ class Documents:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and data.file_type(path) not in TABLES + TEXTS and not path.name.startswith(".")
         ]
-        self.counts: Counter[str] = Counter()
-        self.firsts: dict[str, str] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()  # by a sentence about one and one about several
+        self.firsts: dict[tuple[str, str], str] = {}
         for path in self.named & {*self.files}:
             if data.file_type(path) in TEXTS and _is_binary(path):
                 raise UserError(f"{path} is not UTF-8 text: it has NUL bytes")
@@ -69,8 +69,8 @@ class Documents:
             text, own = row[self.text_column], row.get(self.id_column)
             where = f"{path}:{number}"
             if text is not None and not isinstance(text, str):
-                kind = f"{self.text_column!r} of a row that is not text"
-                self._count(f"{kind} counts as empty", f"{kind} counts as empty", where)
+                kind = f"whose {self.text_column!r} is not text"
+                self._count(f"row {kind} counts as empty", f"rows {kind} count as empty", where)
                 text = None
             yield Document(where if own is None else str(own), text or "")
 
@@ -78,14 +78,15 @@ class Documents:
         self._count("line is not UTF-8: its wrong bytes became �", "lines are not UTF-8: wrong bytes became �", where)
 
     def _count(self, one: str, many: str, where: str) -> None:
-        self.counts[many] += 1
-        self.firsts.setdefault(many, where)
+        self.counts[one, many] += 1
+        self.firsts.setdefault((one, many), where)
 
     def notes(self) -> list[str]:
         """One sentence for each thing that was left out or replaced, with the first example."""
-        found = [f"{count:,} {many}; the first: {self.firsts[many]}" for many, count in self.counts.items()]
+        found = [f"{count:,} {kind[count > 1]}; the first: {self.firsts[kind]}" for kind, count in self.counts.items()]
         if self.others:
-            found.append(f"{len(self.others):,} files of other types were left out; the first: {self.others[0]}")
+            which = "files of other types were" if len(self.others) > 1 else "file of another type was"
+            found.append(f"{len(self.others):,} {which} left out; the first: {self.others[0]}")
         return found
 
     def characters(self) -> int:

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from .. import LinformerModel, checks
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..files import read_json, write_file
 from ..pooling import POOLINGS, Pooling
 from ..progress import progress, stoppable
@@ -46,7 +46,7 @@ class Settings:
     normalize: bool = True
     prompt: str = "document"  # "document", "query", "none", or the name of a prompt in the folder of the model
     late_chunks: int | None = None  # tokens of a chunk: a vector for each, pooled after the whole document was read
-    tokens: int | None = None  # of a batch; by default 4,096 on a CPU and 65,536 on a GPU
+    tokens: int | None = None  # of a batch; by default 2,048 on a CPU and 65,536 on a GPU
     precision: str = "auto"  # "bf16", "float32", or "auto": bf16 if the GPU supports it
     compile: str = "auto"  # "yes", "no", or "auto": on a GPU, if there is enough to read
 
@@ -127,14 +127,14 @@ class Embedder:
 
     def chunks(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The vectors of a text's chunks, and the characters where each begins and ends, (chunks, 2)."""
-        (block,) = self.encoder.read([Document("", text)], self.batch_tokens)
+        (block,) = self.encoder.read([Document("", text)])
         vectors = self.vectors(block)
         return vectors.values, vectors.spans
 
     def embed(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:
         """The vectors of texts, (texts, d); with late chunks, those of each text, (chunks, d)."""
         documents = [Document(str(number), text) for number, text in enumerate(texts)]
-        blocks = [self.vectors(block) for block in self.encoder.read(documents, self.batch_tokens)]
+        blocks = [self.vectors(block) for block in self.encoder.read(documents)]
         values = np.concatenate([np.empty((0, self.dimension), np.float32), *(block.values for block in blocks)])
         if self.settings.late_chunks is None:
             return values
@@ -261,7 +261,7 @@ def embed_files(
         with checkpoints.locked(folder) if rank == 0 else nullcontext():
             if rank == 0:
                 precision = str(embedder.network.dtype).removeprefix("torch.")
-                _claim(folder, {**embedder.describe(), "tokens": embedder.batch_tokens, "precision": precision})
+                _claim(folder, {**embedder.describe(), "precision": precision})
             _wait(count)
             blocks = _write_blocks(embedder, documents, folder, rank, count, console)
             _wait(count)
@@ -338,51 +338,49 @@ def _write_blocks(
     blocks = read = 0
     meter = Meter(documents.characters())
     with (
-        stoppable(console, lambda: f"stopped after {read:,} documents; run the command again to continue"),
+        stoppable(console, lambda: f"stopped after {counted(read, 'document')}; run the command again to continue"),
         progress(console if rank == 0 else Console(quiet=True)) as bars,
     ):
-        task = bars.add_task("percent", total=100, detail="")
-        for block in embedder.encoder.read(documents, embedder.batch_tokens, wanted):
+        task = bars.add_task("", total=meter.total, amount="", detail="")
+        for block in embedder.encoder.read(documents, wanted):
             characters, length = sum(len(text.text) for text in block.texts), sum(len(part.ids) for part in block.parts)
 
             def report(tokens: int, block: Block = block, characters: int = characters, length: int = length) -> None:
-                meter.add(tokens, tokens / length * characters, tokens / length * len(block.texts))
-                bars.update(task, completed=meter.percent(), detail=meter.detail())
+                share = tokens / length
+                meter.add(share * characters, share * len(block.texts), tokens)
+                bars.update(task, **meter.shown())
 
             if block.tokens:
                 vectors = embedder.vectors(block, report)
                 _write_block(block_path(folder, block.number), block, vectors, hashes[block.number], embedder.settings)
             else:
-                meter.skip(characters)
+                meter.add(characters, len(block.texts))
             blocks, read = block.number + 1, block.start + len(block.texts)
-        bars.update(task, completed=100)
+        bars.update(task, completed=meter.total, amount=counted(read, "document"))
     if not read:
         raise UserError(f"{', '.join(map(str, documents.sources))} has no documents")
     return blocks
 
 
 class Meter:
-    """How much was read, how fast."""
+    """How much was read, how fast; the characters `done`, of about `total`, include those of an earlier run."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.done, self.tokens, self.documents, self.began = total, 0.0, 0, 0.0, time.perf_counter()
+        self.total, self.done, self.tokens, self.documents = total, 0.0, 0, 0.0
+        self.began = time.perf_counter()
 
-    def add(self, tokens: int, characters: float, documents: float) -> None:
-        self.tokens, self.done, self.documents = (
-            self.tokens + tokens,
+    def add(self, characters: float, documents: float, tokens: int = 0) -> None:
+        self.done, self.documents, self.tokens = (
             self.done + characters,
             self.documents + documents,
+            self.tokens + tokens,
         )
 
-    def skip(self, characters: int) -> None:
-        self.done += characters
-
-    def percent(self) -> int:
-        return min(99, int(100 * self.done / self.total))
-
-    def detail(self) -> str:
-        seconds = max(1e-9, time.perf_counter() - self.began)
-        return f"{self.documents / seconds:,.1f} documents and {self.tokens / seconds:,.0f} tokens a second"
+    def shown(self) -> dict[str, Any]:
+        """What a bar shows; it ends when all is written."""
+        speed = self.tokens / max(1e-9, time.perf_counter() - self.began)
+        amount, done = counted(int(self.documents), "document"), min(self.done, 0.99 * self.total)
+        return {"completed": done, "amount": amount, "detail": f"{speed:,.0f} tokens a second"}
 
 
 def _hash_in(path: Path) -> str | None:
@@ -438,10 +436,11 @@ def _join(
         counts["empty"] += int((columns["tokens"] == 0).sum())
     notes = documents.notes()
     if counts["in_parts"]:
-        few = f"longer than n={info['max_length']:,} tokens: read in overlapping parts, whose vectors are merged"
-        notes.append(f"{counts['in_parts']:,} of {counts['documents']:,} documents are {few}")
+        long = f"documents longer than n={info['max_length']:,} tokens"
+        parts = "read in overlapping parts, whose vectors are merged"
+        notes.append(f"{long}, {parts}: {counts['in_parts']:,} of {counts['documents']:,}")
     if counts["empty"]:
-        notes.append(f"{counts['empty']:,} of {counts['documents']:,} documents are empty: their vectors are 0")
+        notes.append(f"empty documents, whose vectors are 0: {counts['empty']:,} of {counts['documents']:,}")
     info = {"format": FORMAT, **info, **counts, "notes": notes, "made_with": sentence(command)}
     unfinished = out.with_name(f".{out.name}.unfinished")
     if out.suffix == ".parquet":
@@ -468,6 +467,6 @@ def _join(
         path.unlink()
     (folder / ".lock").unlink(missing_ok=True)
     folder.rmdir()
-    kind = "chunks" if info["late_chunks"] else "vectors"
-    for note in (f"{counts['rows']:,} {kind} of {counts['documents']:,} documents in {out}", *notes):
+    written = counted(counts["rows"], "chunk" if info["late_chunks"] else "vector")
+    for note in (f"{written} of {counted(counts['documents'], 'document')} in {out}", *notes):
         console.print(note, highlight=False, markup=False, soft_wrap=True)

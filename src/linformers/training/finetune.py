@@ -19,7 +19,7 @@ from transformers import TrainingArguments, set_seed
 
 from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
 from ..checks import check_choice, check_model, check_positive, check_size, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..files import damage, read_json, write_file, write_folder
 from ..provenance import sentence
 from . import checkpoints, tasks
@@ -83,7 +83,7 @@ def run(task: TaskData, model: Path, out: Path, settings: Settings, console: Con
         recorded = {"task": task.name, "model": str(model), **dataclasses.asdict(settings), "hash": hashes}
         checkpoints.claim(out, "finetune", recorded, free=("seeds", "compile"))
         if (done := len(list(out.glob(f"seed-*/{BEST}")))) > settings.seeds:
-            raise UserError(f"out={str(out)!r} holds {done} seeds, more than seeds={settings.seeds}")
+            raise UserError(f"out={str(out)!r} holds {counted(done, 'seed')}, more than seeds={settings.seeds}")
         runs.print_sizes()
         for seed in range(settings.seeds):
             folder = out / f"seed-{seed}"
@@ -130,14 +130,14 @@ class FineTuning:
         self.console.print(f"peak learning rate {self.settings.learning_rate:g}", highlight=False)
         rows = [row for part in self.sets.values() for row in part]
         if cut := sum(row["cut"] for row in rows):
-            longer = f"{cut:,} of {len(rows):,} texts are longer than {self.max_length:,} tokens and are cut"
+            longer = f"texts longer than {self.max_length:,} tokens, which are cut: {cut:,} of {len(rows):,}"
             remedy = "with a larger --max-length, the model is lengthened and reads more"
             self.console.print(f"{longer}; {remedy}", style="yellow", highlight=False, soft_wrap=True)
         if self.steps < FEW_STEPS:
             assert self.settings.learning_rate is not None
             low = self.settings.learning_rate < HIGH_RATE
             rate = f" For a small model, also use --learning-rate {HIGH_RATE:g}." if low else ""
-            few = f"Only {self.steps} steps: use more --epochs or a smaller --batch-size.{rate}"
+            few = f"Only {counted(self.steps, 'step')}: use more --epochs or a smaller --batch-size.{rate}"
             self.console.print(few, style="yellow", highlight=False)
 
     def train(self, seed: int, folder: Path) -> int:
@@ -212,7 +212,7 @@ class FineTuning:
             each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
             mean = plus_minus(results[name], 2, scale=100)
             self.console.print(f"{name} in %: {mean} (seeds: {each})", highlight=False)
-        where = f"on {len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
+        where = f"on {counted(len(task.test), 'row')} of {task.reported_on}{task.note and f'; {task.note}'}"
         files = f"scores in {out / 'results.json'}, best model in {out / 'model'}"
         self.console.print(where, files, sep="\n", markup=False, highlight=False)
 
@@ -230,7 +230,7 @@ class FineTuning:
         weights = load_file(out / f"seed-{best['seed']}" / BEST / MODEL)
         text = f"""\
 Fine-tuned from `{self.model}` (sha256 `{start_hash}`); the best of {len(seeds)} seeds on the validation set.
-On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard deviation:
+On {counted(len(task.test), "row")} of {task.reported_on}; mean over seeds and standard deviation:
 
 - accuracy: {plus_minus(results["accuracy"], 4)}
 - F1 of {results["f1_of"]}: {plus_minus(results["f1"], 4)}

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from .. import LinformerConfig, LinformerForMaskedLM, LinformerForSequenceClassification
 from ..checks import check_choice, check_model, check_new_file, check_share, check_size, refuse_nan
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..progress import progress
 from . import tasks
 from .batches import Block, TextEncoder, batches_of, default_tokens, inputs_of
@@ -70,7 +70,7 @@ def predict(
         pairs: whether a line has two texts separated by a tab.
         best: the number of guesses for a mask.
         tokens: of a batch.
-        console: where texts are counted that are longer than the model reads.
+        console: where rows are counted, and texts that are longer than the model reads.
 
     Raises:
         UserError: after all rows, the first error of one that is not blank.
@@ -94,6 +94,10 @@ def predict(
         else:
             rows = lines_of(_lines(opened, str(file or "standard input")), pairs)
         wrong = predictor.run(rows, writer, console)
+    if isinstance(out, Path):
+        written = f"{counted(predictor.rows, 'row')} in {out}"
+        written += f", {predictor.errors:,} with an error" if predictor.errors else ""
+        console.print(written, highlight=False, markup=False, soft_wrap=True)
     refuse_wrong(wrong)
 
 
@@ -163,13 +167,14 @@ class Predictor:
             raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
         self.network = load_model(model, purpose)
         self.encoder = TextEncoder(self.tokenizer, self.tokenizer.model_max_length)
+        self.rows = self.errors = 0  # what `run` has written
 
     def run(self, rows: Iterable[Row], writer: Any, console: Console) -> list[str]:
         """Write the answer of each row, in order; returns the errors of rows that are not blank."""
         wrong: list[str] = []
         count = LongTexts(self.encoder.max_length)
         checked = rows if self.classifies else map(self._check_mask, rows)
-        for block in self.encoder.read(checked, self.batch_tokens):
+        for block in self.encoder.read(checked):
             count.add(block)
             answers = self._labels(block) if self.classifies else self._guesses(block)
             found = []
@@ -179,6 +184,8 @@ class Predictor:
                 if error and not error.endswith("is blank"):
                     wrong.append(f"{row.where} {error}")
             writer.write(found)
+            self.rows += len(found)
+            self.errors += sum("error" in answer for _, answer in found)
         if note := str(count):
             console.print(note, highlight=False, markup=False, soft_wrap=True)
         return wrong
@@ -245,12 +252,12 @@ class LongTexts:
         self.cut += sum(tokens.cut for tokens in block.tokens)
 
     def __str__(self) -> str:
-        longer = f"are longer than n={self.max_length:,} tokens"
+        longer = f"longer than n={self.max_length:,} tokens"
         if self.cut:
-            return f"{self.cut:,} of {self.texts:,} pairs of texts {longer}: the longer text of each was cut"
+            return f"pairs {longer}, of which the longer text was cut: {self.cut:,} of {self.texts:,}"
         if self.in_parts:
-            answers = "read in overlapping parts, whose answers are merged"
-            return f"{self.in_parts:,} of {self.texts:,} texts {longer}: {answers}"
+            parts = "read in overlapping parts, whose answers are merged"
+            return f"texts {longer}, {parts}: {self.in_parts:,} of {self.texts:,}"
         return ""
 
 
@@ -433,7 +440,7 @@ def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console:
     count = LongTexts(encoder.max_length)
     with progress(console) as bars:
         bar = bars.add_task(task.name, total=len(task.test))
-        for block in encoder.read(task.test, tokens):
+        for block in encoder.read(task.test):
             count.add(block)
             logits.append(logits_of(network, block, encoder, tokenizer.pad_token_id, tokens))
             bars.advance(bar, len(block.texts))

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from ..checks import check_probability, check_share, check_size, check_workers, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..files import damage, write_file, write_folder
 from ..progress import progress
 from . import data
@@ -132,7 +132,8 @@ def prepare(
             write_manifest(out, manifest)  # last, since it makes the folder a corpus
 
     for name, split in splits.items():
-        console.print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens", highlight=False)
+        found = f"{counted(split['documents'], 'document')}, {counted(split['tokens'], 'token')}"
+        console.print(f"{name}: {found}", highlight=False)
     if splits["validation"]["tokens"] < MIN_VALIDATION_TOKENS:
         console.print("The validation set is small: use --validation or a larger --validation-share", style="yellow")
     rate = sum(split["tokens"] for split in splits.values()) / (time.perf_counter() - began)
@@ -186,7 +187,8 @@ class Damage:
 
     def check(self, most: float, documents: int) -> None:
         """Refuse more than a share of `most` of the documents."""
-        found = f"{self.count:,} damaged line{'s or rows' if self.count > 1 else ' or row'} in {documents:,} documents"
+        damaged = "damaged lines or rows" if self.count > 1 else "damaged line or row"
+        found = f"{self.count:,} {damaged} in {counted(documents, 'document')}"
         if self.count > most * documents:
             raise UserError(f"{self.first}: found {found}, more than max_damaged={most} allows")
         if self.count:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from .. import LinformerConfig, LinformerForMaskedLM, files, plots
 from ..checks import check_model, make_folder
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..provenance import sentence
 from . import checkpoints
 from .corpus import Corpus, tokenizer_hash
@@ -218,7 +218,7 @@ def _save_result(
     text = f"""\
 An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by masked-language modeling.
 
-- Validation perplexity after {recipe.steps:,} steps: {records[-1]["perplexity"]:.2f}
+- Validation perplexity after {counted(recipe.steps, "step")}: {records[-1]["perplexity"]:.2f}
 {origin}- Training data: {splits["train"]["tokens"]:,} tokens from {", ".join(corpus.manifest["sources"])}
 - Validation data: {splits["validation"]["tokens"]:,} tokens from {held_out}
 
@@ -231,7 +231,11 @@ An encoder of {model.num_parameters() / 1e6:.1f}M parameters, pretrained by mask
     save_model(out / "model", model, weights, tokenizer, card)  # last: it marks the run as finished
 
 
+SENTENCES = "sentence-similarity"  # the purpose of models whose folder is one of sentence-transformers
+
+
 def describe(config: LinformerConfig) -> str:
+    config = config.resolved()
     n = config.max_position_embeddings
     if config.projection == "identity":
         return f"Transformer twin, n={n}"
@@ -240,13 +244,16 @@ def describe(config: LinformerConfig) -> str:
 
 
 def model_card(task: str, title: str, text: str, command: str) -> str:
-    """The README.md of a model for a task of transformers' pipelines, or for question answering, which has none."""
-    code = ("pipeline", "pipe", f'pipeline("{task}", model=".")')
+    """The README.md of a model for a task of transformers' pipelines, question answering or `SENTENCES`."""
+    library, code, more = "transformers", ("pipeline", "pipe", f'pipeline("{task}", model=".")'), ""
     if task == "question-answering":
         name = "AutoModelForQuestionAnswering"
         code = (name, "model", f'{name}.from_pretrained(".")')
+    elif task == SENTENCES:
+        library, code = "sentence-transformers", ("SentenceTransformer", "model", 'SentenceTransformer(".")')
+        more = "\n```sh\nlinformers embed DOCUMENTS --model . --out vectors.npy\n```\n"
     return f"""---
-library_name: transformers
+library_name: {library}
 pipeline_tag: {task}
 tags: [linformer]
 ---
@@ -255,11 +262,11 @@ tags: [linformer]
 
 ```python
 import linformers  # registers Linformer (https://arxiv.org/abs/2006.04768) with transformers
-from transformers import {code[0]}
+from {library.replace("-", "_")} import {code[0]}
 
 {code[1]} = {code[2]}
 ```
-
+{more}
 {text}
 {sentence(command)}
 """

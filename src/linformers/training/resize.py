@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..checks import check_empty_folder, check_size, make_folder
 from ..pooling import Pooling
-from .adopt import PURPOSES
+from .adopt import PURPOSES, purpose_of
 from .checkpoints import load_any, model_hash
 from .pretrain import describe, model_card, save_model
 from .rows import load_tokenizer
@@ -41,12 +41,13 @@ def resize(
     tokenizer.model_max_length = n
     text = f"Resized from `{model}` (sha256 `{model_hash(model)}`), which has n = {old_n:,} and k = {old_k:,}."
     make_folder("out", out.parent)
-    card = model_card(PURPOSES[type(network).__name__], describe(config), text, command)
     pooling = Pooling.of(model)
+    card = model_card(purpose_of(network, pooling), describe(config), text, command)
     save_model(out, network, network.state_dict(), tokenizer, card, lambda folder: pooling.write(folder, n))
     say = f"model for n={n:,} in {out}"
     if n * old_k == old_n * k:
         say += f"; up to {min(n, old_n):,} tokens, it computes what it computed before"
     else:
-        say += f"; E has changed: train it a little, as with linformers finetune --model {shlex.quote(str(out))}"
+        remedy = f"train the result, as with linformers finetune --model {shlex.quote(str(out))}"
+        say += f"; E was interpolated to the new size, which costs quality: {remedy}"
     console.print(say, markup=False, highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ from rich.console import Console
 from ..checks import check_size
 from ..errors import UserError
 from ..files import parse_json, read_json
+from ..progress import Bars, progress
 from ..shipped import ENGLISH
 from . import checkpoints
 from .documents import Documents
@@ -59,6 +60,9 @@ class Index:
                 raise UserError(f"{path} does not say how it was made: it is not a file of linformers embed")
             info = parse_json(metadata[INFO], path)
         else:
+            name = path.name.removesuffix(".json").removesuffix(".ids.jsonl") + ".npy"
+            if path.suffix in (".json", ".jsonl") and (vectors := path.with_name(name)).exists():
+                raise UserError(f"{path} only describes the vectors in {vectors}: search that file")
             ids, description = paths_beside(path)
             for own in (ids, description):
                 if path.suffix != ".npy" or not own.exists():
@@ -136,8 +140,12 @@ def search(
     passages: bool = True,
     json: bool = False,
     console: Console,
+    terminal: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """Print and return the documents nearest to a query, each with its `score`, `id` and best `passage`."""
+    """Print and return the documents nearest to a query, each with its `score`, `id` and best `passage`.
+
+    `terminal`, if it is one, shows the progress of reading documents again for their passages.
+    """
     check_size("best", best)
     index = Index.open(vectors)
     if not query.strip():
@@ -145,7 +153,9 @@ def search(
     embedder = Embedder(_model_of(index, model), _settings(index, prompt="query"))
     found = index.nearest(embedder.embed([query])[0], best)
     if passages:
-        add_passages(index, embedder, query, found)
+        hidden = terminal is None or not terminal.is_terminal
+        with progress(terminal or console, transient=True, disable=hidden) as bars:
+            add_passages(index, embedder, query, found, bars)
     for rank, entry in enumerate(found, 1):
         shown = {name: entry[name] for name in ("id", "score", "passage", "start", "end") if name in entry}
         if json:
@@ -176,18 +186,18 @@ def _settings(index: Index, **changes: Any) -> Settings:
     return Settings(pooling=index.info["pooling"], **changes)
 
 
-def add_passages(index: Index, embedder: Embedder, query: str, found: list[dict[str, Any]]) -> None:
+def add_passages(index: Index, embedder: Embedder, query: str, found: list[dict[str, Any]], bars: Bars) -> None:
     """Add the best passage of each document that can still be read, with the characters where it begins and ends.
 
     A vector of a chunk names its passage. A document with one vector is read once more, in late chunks.
     """
-    texts = _texts(index, {entry["document"]: entry["id"] for entry in found})
+    texts = _texts(index, {entry["document"]: entry["id"] for entry in found}, bars)
     entries = [entry for entry in found if texts.get(entry["document"], "").strip()]
     if not index.info["late_chunks"] and entries:
         chunked = index.info["pooling"] == "mean"
         reader = embedder.with_settings(Settings(pooling="mean", late_chunks=PASSAGE))
         vector = embedder.embed([query])[0]
-        for entry in entries:
+        for entry in bars.track(entries, description="finding the best passages"):
             text = texts[entry["document"]]
             values, spans = reader.chunks(text)
             if not chunked:  # the first token of each passage, which is read alone
@@ -209,14 +219,15 @@ def whole_words(text: str, start: int, stop: int, most: int = 30) -> tuple[int, 
     return start, stop
 
 
-def _texts(index: Index, wanted: dict[int, str]) -> dict[int, str]:
+def _texts(index: Index, wanted: dict[int, str], bars: Bars) -> dict[int, str]:
     """The texts of documents by their numbers, if they can be read and still have the same ids."""
     info = index.info
     try:
         folder = Path(info["folder"])  # where the command ran
         sources = [folder / source for source in info["sources"]]
         documents = Documents(sources, info["text_column"], info["id_column"])
-        some = islice(enumerate(documents), max(wanted, default=-1) + 1)
+        count = max(wanted, default=-1) + 1
+        some = bars.track(islice(enumerate(documents), count), count, description="reading the documents")
         found = {number: own for number, own in some if number in wanted}
         return {n: own.text for n, own in found.items() if own.id in (wanted[n], str(folder / wanted[n]))}
     except UserError:  # the vectors are there, but the documents are gone

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checks import check_choice
-from ..errors import UserError
+from ..errors import UserError, counted
 from . import data as files
 from .rows import Example
 
@@ -95,9 +95,14 @@ def load(
 
 def load_rows(path: Path, text: str, label: str, label_names: Sequence[str]) -> TaskData:
     """All rows of a labeled table, for a model that has been trained on these labels."""
-    rows = _file_table("task", path, text, label).examples({name: i for i, name in enumerate(label_names)})
-    note = "all rows of the file; it must not be the training file"
+    table = _file_table("task", path, text, label)
+    rows = table.examples({name: i for i, name in enumerate(label_names)})
+    note = _joined("all rows of the file; it must not be the training file", table.note)
     return TaskData(path.name.split(".")[0], rows, rows, rows, list(label_names), path.name, note)
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 class _Table(NamedTuple):
@@ -106,6 +111,14 @@ class _Table(NamedTuple):
     where: str
     name: str
     rows: list[tuple[str, str | None, str]]
+    blank: list[int]  # the numbers of rows without text, which are left out, as `predict` reports them as errors
+
+    @property
+    def note(self) -> str:
+        if not self.blank:
+            return ""
+        numbers = ", ".join(map(str, self.blank[:10])) + (", …" if len(self.blank) > 10 else "")
+        return f"left out {counted(len(self.blank), 'blank row')} of {self.name}: {numbers}"
 
     def examples(self, numbers: Mapping[str, int]) -> list[Example]:
         for _, _, label in self.rows:
@@ -141,11 +154,15 @@ def _table(
     where: Path | str, name: str, text_columns: Sequence[str], label_column: str, split: str = "train"
 ) -> _Table:
     rows: list[tuple[str, str | None, str]] = []
+    blank: list[int] = []
     for number, row in enumerate(files.rows(where, [*text_columns, label_column], split), 1):
         texts = ["" if row[column] is None else row[column] for column in text_columns]  # some of Quora's are missing
         for column, text in zip(text_columns, texts, strict=True):
             if not isinstance(text, str):
                 raise UserError(f"{where} has {text!r} in row {number}, column {column!r}, which is not text")
+        if not any(text.strip() for text in texts):
+            blank.append(number)
+            continue
         label = row[label_column]
         if isinstance(label, float) and label.is_integer():
             label = int(label)  # pandas writes a column of integers with gaps as floats
@@ -154,7 +171,7 @@ def _table(
         rows.append((texts[0], texts[1] if len(texts) > 1 else None, str(label).strip()))
     if not any(text.strip() for text, _, _ in rows) or not any(pair is None or pair.strip() for _, pair, _ in rows):
         raise UserError(f"{where} has no text in the columns {', '.join(map(repr, text_columns))}")
-    return _Table(str(where), name, rows)
+    return _Table(str(where), name, rows, blank)
 
 
 def _split(
@@ -180,10 +197,11 @@ def _split(
             sets.append(table.examples(numbers))
     if not (rest and all(sets)):
         raise UserError(
-            f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
+            f"{train.where} has {counted(len(examples), 'row')}, too few distinct ones to hold out 5% of them; "
             "add rows, or pass --validation and --test"
         )
-    reported_on = f"rows held out of {train.name}" if test is None else test.name
+    reported_on = f"{train.name}, held out" if test is None else test.name
+    note = _joined(note, *(table.note for table in (train, validation, test) if table is not None))
     return TaskData(name, rest, sets[0], sets[1], names, reported_on, note)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .. import LinformerForMaskedLM, files
 from ..checks import to_builtin
-from ..errors import UserError
+from ..errors import UserError, counted
 from ..progress import progress
 from . import checkpoints
 from .optimizer import MuonAdamW, parameter_groups
@@ -314,7 +314,7 @@ def _ignore_signals(then: Any, worker: int) -> None:
         then(worker)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _reading(checkpoint: str | Path) -> Iterator[None]:
     """Name a checkpoint whose hashes are right and whose content is not that of the run."""
     try:
@@ -383,12 +383,18 @@ def train(trainer: ExactTrainer, console: Console, title: str, *, score: str, un
                 isinstance(entry, dict) for entry in TrainerState.load_from_json(str(resume / STATE)).log_history
             ):
                 raise ValueError("its log has a wrong entry")
-    say(f"resuming from step {step}" if resume else f"{trainer.args.max_steps:,} steps")
+    say(f"resuming from step {step}" if resume else counted(trainer.args.max_steps, "step"))
     monitor = _Monitor(console, title, score, unit, units_per_step)
     trainer.add_callback(monitor)
     # A signal that is ignored from the start, as under nohup, stays ignored.
     heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, trainer.signals.receive) for number in heeded}
+
+    def receive(number: int, frame: Any) -> None:
+        trainer.signals.receive(number, frame)
+        with contextlib.suppress(OSError, RuntimeError):  # no terminal, or the signal came during a write
+            say("stopping after this step")
+
+    handlers = {number: signal.signal(number, receive) for number in heeded}
     try:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     finally:
@@ -432,6 +438,7 @@ class _Monitor(TrainerCallback):
         if "loss" in logs:
             logs[f"{self.unit}_per_second"] = self.units / self.seconds
             self.units, self.seconds = 0, 0.0
+            self.bars.update(self.task, detail=f"loss {logs['loss']:.3f}")
             if torch.cuda.is_available():
                 logs["peak_bytes"] = torch.cuda.max_memory_allocated()
         elif "eval_loss" in logs:
