@@ -97,6 +97,7 @@ def test_parsing_imports_nothing_slow(arguments, code, text):
         pytest.param("bench --batches", "--batches needs a GPU", marks=CPU_ONLY),
         *((f"{command} --out {__file__}", f"--out {__file__!r}") for command in ("bench", "demo")),
         (f"evaluate --model {Path(__file__).parent}", "data"),
+        ("finetune sst2 --problem both --out o", "--problem 'both' is not one of 'single', 'multi', 'regression'"),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):

@@ -90,6 +90,11 @@ def test_as_many_classes_as_their_rows_allow(tmp_path):
 @pytest.mark.parametrize(
     ("values", "problem", "message"),
     [
+        (
+            ("a;b", ""),
+            None,
+            "has '' in row 2, column 'label', which is not a label; to split labels at ';', pass --prob",
+        ),
         ((1, "n/a"), "regression", "has 'n/a' in row 2, column 'label', which is not a number"),
         ((1, None), "regression", "has None in row 2, column 'label', which is not a number"),
         ((0.5, None), None, "has None in row 2, column 'label', which is not a number"),

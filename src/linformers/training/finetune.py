@@ -26,7 +26,7 @@ from ..errors import UserError
 from ..files import damage, read_json, write_file, write_folder
 from ..provenance import sentence
 from . import checkpoints, tasks
-from .labels import PROBLEMS, f1_of, score_title, scores_of
+from .labels import PROBLEMS, SCORES, f1_of, scores_of
 from .pretrain import model_card, save_model
 from .recipe import COMPILE, PRECISIONS
 from .rows import EpochOrder, collate, encode, load_tokenizer, longest_first
@@ -253,7 +253,7 @@ class FineTuning:
             digits, scale, unit = (2, 100, " in %") if is_share else (digits_of(results[name][0]), 1, "")
             each = ", ".join(plus_minus([result[name]], digits, scale) for result in seeds)
             mean = plus_minus(results[name], digits, scale)
-            self.console.print(f"{score_title(name, results)}{unit}: {mean} (seeds: {each})", highlight=False)
+            self.console.print(f"{SCORES[name]}{unit}: {mean} (seeds: {each})", highlight=False)
         where = f"on {len(task.test):,} rows of {task.reported_on}{task.note and f'; {task.note}'}"
         files = f"scores in {out / 'results.json'}, best model in {out / 'model'}"
         self.console.print(where, files, sep="\n", markup=False, highlight=False)
@@ -274,7 +274,8 @@ class FineTuning:
         scores = []
         for name in self.problem.scores:
             digits = digits_of(results[name][0]) if task.problem == "regression" else 4
-            scores.append(f"- {score_title(name, results)}: {plus_minus(results[name], digits)}")
+            of = f" of {results['f1_of']}" if name == "f1" else ""
+            scores.append(f"- {SCORES[name]}{of}: {plus_minus(results[name], digits)}")
         text = f"""\
 Fine-tuned from `{self.model}` (sha256 `{start_hash}`); the best of {len(seeds)} seeds on the validation set.
 On {len(task.test):,} rows of {task.reported_on}, mean over seeds and standard deviation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,9 +88,9 @@ PROBLEMS = {
 }
 SCORES = {
     "accuracy": "accuracy",
-    "f1": "F1 of {f1_of}",
-    "micro_f1": "micro-averaged F1",
-    "exact_match": "rows with exactly the right labels",
+    "f1": "F1",
+    "micro_f1": "micro F1",
+    "exact_match": "exact match",
     "mae": "mean absolute error",
     "r2": "R²",
 }
@@ -118,10 +118,6 @@ def f1_of(problem: str, names: Sequence[str]) -> dict[str, str]:
     return {"f1_of": repr(names[1]) if len(names) == 2 else "all labels, their mean"}
 
 
-def score_title(score: str, results: Mapping[str, Any]) -> str:
-    return SCORES[score].format_map(results)
-
-
 def problem_that_fits(values: Sequence[Any]) -> str:
     """Lists are several labels at once, and numbers of which some have decimals are values."""
     if any(isinstance(value, list) for value in values):
@@ -138,11 +134,14 @@ def refuse_values(where: str, names: Sequence[str], count: int) -> None:
         remedy = "pass --problem regression to predict numbers, or --problem single if they are classes"
         raise UserError(f"{where} has {len(names)} different integers as labels, such as {shown}: {remedy}")
     if len(names) > max(MOST_LABELS, count // ROWS_PER_LABEL):
-        several = any(SEPARATOR in name for name in names)
-        remedy = f"; to split labels at {SEPARATOR!r}, pass --problem multi" if several else ""
-        raise UserError(
-            f"{where} has {len(names)} different labels in {count} rows, such as {shown}: is it the label?{remedy}"
-        )
+        found = f"{len(names)} different labels in {count} rows, such as {shown}: is it the label?"
+        raise UserError(f"{where} has {found}{how_to_split(names)}")
+
+
+def how_to_split(values: Iterable[Any]) -> str:
+    """The end of a message about labels, if some may be several labels."""
+    several = any(isinstance(value, str) and SEPARATOR in value for value in values)
+    return f"; to split labels at {SEPARATOR!r}, pass --problem multi" if several else ""
 
 
 def hint(problem: str, names: Sequence[str]) -> str:

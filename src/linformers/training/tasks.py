@@ -14,7 +14,7 @@ import numpy as np
 from ..checks import check_choice
 from ..errors import UserError
 from . import data as files
-from .labels import INTEGER, PROBLEMS, hint, problem_that_fits, refuse_values
+from .labels import INTEGER, PROBLEMS, hint, how_to_split, problem_that_fits, refuse_values
 from .rows import Example
 
 HELD_OUT = 0.05
@@ -100,7 +100,7 @@ def load(
         given = {"test": test, "validation": validation, "text": text != "text", "label": label != "label"}
         for option, value in {**given, "problem": problem}.items():
             if value:
-                raise UserError(f"{option} has no effect on task={task!r}, whose files and columns are known")
+                raise UserError(f"{option} has no effect on task={task!r}, whose files and labels are known")
         tables = [_named_table(task, split, data) for split in ("train", TASKS[task].reported)]
         return _split(task, tables[0], None, tables[1], "", "single", list(TASKS[task].label_names))
     if data is not None:
@@ -140,7 +140,8 @@ class _Table(NamedTuple):
         for row, (_, _, value) in enumerate(self.rows, 1):
             if (label := PROBLEMS[problem].read(value)) is None:
                 what = f"which is not {PROBLEMS[problem].what}"
-                raise UserError(f"{self.where} has {value!r} in row {row}, column {self.label!r}, {what}")
+                remedy = how_to_split(other[-1] for other in self.rows) if problem == "single" else ""
+                raise UserError(f"{self.where} has {value!r} in row {row}, column {self.label!r}, {what}{remedy}")
             found.append(label)
         return found
 
