@@ -126,22 +126,30 @@ def load_rows(path: Path, text: str, label: str, label_names: Sequence[str], pro
     return TaskData(path.name.split(".")[0], rows, rows, rows, list(label_names), path.name, note, problem)
 
 
+class _Row(NamedTuple):
+    number: int
+    text: str
+    pair: str | None
+    label: Any
+
+
 class _Table(NamedTuple):
     """Texts with their labels; `where` is the source in messages, `name` in results."""
 
     where: str
     name: str
     label: str  # the column
-    rows: list[tuple[str, str | None, Any]]
+    rows: list[_Row]
 
     def labels(self, problem: str) -> list[Any]:
         """Names, lists of names, or numbers."""
         found = []
-        for row, (_, _, value) in enumerate(self.rows, 1):
-            if (label := PROBLEMS[problem].read(value)) is None:
+        for row in self.rows:
+            if (label := PROBLEMS[problem].read(row.label)) is None:
                 what = f"which is not {PROBLEMS[problem].what}"
-                remedy = how_to_split(other[-1] for other in self.rows) if problem == "single" else ""
-                raise UserError(f"{self.where} has {value!r} in row {row}, column {self.label!r}, {what}{remedy}")
+                remedy = how_to_split(other.label for other in self.rows) if problem == "single" else ""
+                place = f"row {row.number}, column {self.label!r}"
+                raise UserError(f"{self.where} has {row.label!r} in {place}, {what}{remedy}")
             found.append(label)
         return found
 
@@ -153,10 +161,10 @@ class _Table(NamedTuple):
             return ids[name]
 
         found: list[Example] = []
-        for (text, pair, _), label in zip(self.rows, labels, strict=True):
+        for row, label in zip(self.rows, labels, strict=True):
             is_list = isinstance(label, list)
             value = label if isinstance(label, float) else tuple(map(id_of, label)) if is_list else id_of(label)
-            found.append(Example(text, pair, value))
+            found.append(Example(row.text, row.pair, value))
         return found
 
 
@@ -185,14 +193,14 @@ def _file_table(argument: str, path: Path, text: str, label: str) -> _Table:
 def _table(
     where: Path | str, name: str, text_columns: Sequence[str], label_column: str, split: str = "train"
 ) -> _Table:
-    rows: list[tuple[str, str | None, Any]] = []
+    rows: list[_Row] = []
     for number, row in enumerate(files.rows(where, [*text_columns, label_column], split), 1):
         texts = ["" if row[column] is None else row[column] for column in text_columns]  # some of Quora's are missing
         for column, text in zip(text_columns, texts, strict=True):
             if not isinstance(text, str):
                 raise UserError(f"{where} has {text!r} in row {number}, column {column!r}, which is not text")
-        rows.append((texts[0], texts[1] if len(texts) > 1 else None, row[label_column]))
-    if not any(text.strip() for text, _, _ in rows) or not any(pair is None or pair.strip() for _, pair, _ in rows):
+        rows.append(_Row(number, texts[0], texts[1] if len(texts) > 1 else None, row[label_column]))
+    if not any(row.text.strip() for row in rows) or not any(row.pair is None or row.pair.strip() for row in rows):
         raise UserError(f"{where} has no text in the columns {', '.join(map(repr, text_columns))}")
     return _Table(str(where), name, label_column, rows)
 
@@ -208,7 +216,7 @@ def _split(
 ) -> TaskData:
     """Number the labels, and hold out the sets that are not given."""
     given, ids = problem is not None, {} if names is None else {str(number): number for number in range(len(names))}
-    problem = problem or problem_that_fits([value for _, _, value in train.rows])
+    problem = problem or problem_that_fits([row.label for row in train.rows])
     labels = train.labels(problem)
     if problem == "regression":
         names = [train.label]
@@ -225,7 +233,7 @@ def _split(
             sets.append(table.examples(table.labels(problem), ids))
     if len({example.label for example in rest or examples}) == 1:
         needed = "two or more are needed to learn from"
-        raise UserError(f"{train.where} has the single label {train.rows[0][-1]!r}; {needed}")
+        raise UserError(f"{train.where} has the single label {train.rows[0].label!r}; {needed}")
     if not (rest and all(sets)):
         raise UserError(
             f"{train.where} has {len(examples)} rows, too few distinct ones to hold out 5% of them; "
@@ -238,7 +246,7 @@ def _split(
 
 def _names(train: _Table, labels: list[Any], problem: str, given: bool) -> list[str]:
     """The names of the labels in order; numbers in that of their values."""
-    if problem == "multi" and max(map(len, labels)) < 2 and not any(isinstance(row[-1], list) for row in train.rows):
+    if problem == "multi" and max(map(len, labels)) < 2 and not any(isinstance(row.label, list) for row in train.rows):
         expected = "--problem multi expects lists, or labels separated by semicolons"
         raise UserError(f"{train.where} has no row with several labels: {expected}")
     every = list(chain.from_iterable(labels)) if problem == "multi" else labels
