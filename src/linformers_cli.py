@@ -288,6 +288,10 @@ def finetune(
     ] = None,
     text: TextColumns = "text",
     label: LabelColumn = "label",
+    problem: Annotated[
+        str | None,
+        typer.Option(help="single (one label), multi (a list of labels) or regression.", show_default="what fits"),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
     epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 32,
@@ -299,7 +303,7 @@ def finetune(
     precision: Annotated[str, typer.Option(help="auto, bf16 or float32.")] = "auto",
     compile: Annotated[str, typer.Option(help="Compile the model: yes, no or auto (if worthwhile).")] = "auto",
 ) -> None:
-    """Fine-tune a model on a labeled task and report accuracy and F1 over several seeds."""
+    """Fine-tune a model to predict labels or numbers, and report its scores over several seeds."""
     options = {**locals()}
     _check_files("TASK", [task])
     from linformers import shipped
@@ -374,7 +378,7 @@ def predict(
     best: Annotated[int, typer.Option(min=1, help="Number of guesses for a mask.")] = 5,
     tokens: Tokens = None,
 ) -> None:
-    """Label each text, or fill in its <mask>."""
+    """Predict the label, labels or number of each text, or fill in its <mask>."""
     from linformers import shipped
     from linformers.training import predict
 
@@ -396,7 +400,7 @@ def evaluate(
     mask_share: Annotated[float, typer.Option(help="Share of tokens to mask for the perplexity.")] = 0.15,
     without: Annotated[str | None, typer.Option(help="Keys to leave out: projected or window.")] = None,
 ) -> None:
-    """Measure the perplexity of a model on a prepared corpus, or its accuracy and F1 on a task."""
+    """Measure the perplexity of a model on a prepared corpus, or its scores on a task."""
     options = {**locals()}
     _check_files("--task", [task] if task else [])
     from linformers.training import predict

@@ -103,6 +103,7 @@ def test_parsing_imports_nothing_slow(arguments, code, text):
             f"resize {linformers.pretrained()} --length 9 --out o",
             "--length 9 is below k=128: pass --projected 9 or less",
         ),
+        ("finetune sst2 --problem both --out o", "--problem 'both' is not one of 'single', 'multi', 'regression'"),
     ],
 )
 def test_mistakes_end_in_one_sentence(arguments, message, monkeypatch, capsys):

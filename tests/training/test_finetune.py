@@ -60,11 +60,11 @@ def test_the_last_of_the_best_models_on_validation_is_selected(task, model, tmp_
     """The test set is evaluated once, after training."""
     left, seen = iter((*accuracies, 0)), []
 
-    def metrics(logits, labels):
+    def scores(problem, logits, labels):
         seen.append(labels.tolist())
         return {"accuracy": next(left), "f1": 0}
 
-    monkeypatch.setattr(finetune, "classification_metrics", metrics)
+    monkeypatch.setattr(finetune, "scores_of", scores)
     assert run(task, model, tmp_path, finetune.Settings(seeds=1, epochs=3, batch_size=16)) == 0
     validation, test = (sorted(example.label for example in part) for part in (task.validation, task.test))
     assert list(map(sorted, seen)) == [validation] * 3 + [test]

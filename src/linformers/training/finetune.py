@@ -1,4 +1,4 @@
-"""Fine-tuning on a classification task over several seeds (section 5.2)."""
+"""Fine-tuning on a task over several seeds (section 5.2): classes, several labels at once, or numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import TrainingArguments, set_seed
 
 from .. import LinformerConfig, LinformerForSequenceClassification, LinformerModel
@@ -23,10 +26,11 @@ from ..errors import UserError, counted
 from ..files import damage, read_json, write_file, write_folder
 from ..provenance import sentence
 from . import checkpoints, tasks
+from .labels import PROBLEMS, SCORES, f1_of, scores_of
 from .pretrain import model_card, save_model
 from .recipe import COMPILE, PRECISIONS
 from .rows import EpochOrder, collate, encode, load_tokenizer, longest_first
-from .tasks import TaskData, classification_metrics, plus_minus, spread
+from .tasks import TaskData, plus_minus, spread
 from .trainer import MODEL, ExactTrainer, common_arguments, compile_model, train
 
 BEST, RESULT = "best", "result.json"  # the folder of a seed's best weights, and its scores in there
@@ -35,6 +39,13 @@ FEW_STEPS, HIGH_RATE = 100, 1e-3  # below FEW_STEPS, a low learning rate hardly 
 # The default learning rate: what RoBERTa-base takes, and what the bundled model of 256 channels took on 1,500 reviews
 # (accuracy 78.2, against 59.4 with RoBERTa's); in between, a power of the number of channels.
 RATES = {768: 5e-5, 256: HIGH_RATE}
+OUTPUT = "classifier.output"  # the last linear layer
+TINY = 1e-30  # the smallest standard deviation of numbers
+USE = {  # in the card
+    "single": "",
+    "multi": "`pipe(text, top_k=None)` gives the score of each label; a text has those with a score above 0.5. ",
+    "regression": "The `score` that `pipe(text)` gives is the number. ",
+}
 
 
 @dataclass(frozen=True)
@@ -122,11 +133,30 @@ class FineTuning:
         self.sets |= {name: longest_first(self.sets[name]) for name in names[1:]}
         self.steps_per_epoch = max(1, len(self.task.train) // self.settings.batch_size)
         self.steps = self.settings.epochs * self.steps_per_epoch
+        self.problem = PROBLEMS[self.task.problem]
+        self.mean, self.scale = 0.0, 1.0
+        if self.task.problem == "regression":
+            labels = self.task.targets([example.label for example in self.task.train])
+            self.mean = float(np.float32(labels.mean()))
+            self.scale = 2.0 ** round(math.log2(max(labels.std(), TINY)))
+
+    def targets(self, labels: list[Any]) -> np.ndarray:
+        """What the model is trained on; numbers are standardized."""
+        targets = self.task.targets(labels)
+        if self.task.problem == "regression":
+            targets = ((targets - self.mean) / self.scale).astype(np.float32)
+        return targets
+
+    def scores(self, logits: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+        if self.task.problem == "regression":
+            logits, targets = (self.mean + self.scale * values for values in (logits, targets))
+        return scores_of(self.task.problem, logits, targets)
 
     def print_sizes(self) -> None:
         train, validation, test = (f"{len(rows):,}" for rows in self.sets.values())
         sizes = f"{train} to train on, {validation} to select on, {test} to report on ({self.task.reported_on})"
         self.console.print(f"{self.task.name}, rows: {sizes}", highlight=False)
+        self.console.print(self.task.summary(), highlight=False, markup=False, soft_wrap=True)
         self.console.print(f"peak learning rate {self.settings.learning_rate:g}", highlight=False)
         rows = [row for part in self.sets.values() for row in part]
         if cut := sum(row["cut"] for row in rows):
@@ -143,9 +173,9 @@ class FineTuning:
     def train(self, seed: int, folder: Path) -> int:
         """Train with one seed; keep its best weights and its scores."""
         folder.mkdir(exist_ok=True)
-        settings, rows_per_step = self.settings, self.settings.batch_size
+        settings, rows_per_step, score = self.settings, self.settings.batch_size, self.problem.scores[0]
         set_seed(seed)
-        classifier = new_classifier(self.encoder, self.task.label_names)
+        classifier = new_classifier(self.encoder, self.task.label_names, self.task.problem)
         too_short = settings.compile == "auto" and self.steps * settings.seeds < MIN_STEPS_TO_COMPILE
         compile_model(classifier, "no" if too_short else settings.compile, any_length=True)
         arguments = TrainingArguments(
@@ -162,28 +192,37 @@ class FineTuning:
             eval_steps=self.steps_per_epoch,
             save_steps=self.steps_per_epoch,
             save_total_limit=2,
-            metric_for_best_model="accuracy",
+            metric_for_best_model=score,
+            greater_is_better=self.problem.higher_is_better,
             seed=seed,
             **common_arguments(settings.precision),
         )
-        trainer = ExactTrainer(
+        trainer_class: Any = ExactTrainer
+        if self.task.problem == "regression":
+            trainer_class = partial(RegressionTrainer, mean=self.mean, scale=self.scale)
+        trainer = trainer_class(
             classifier,
             arguments,
-            data_collator=partial(collate, pad_token_id=self.tokenizer.pad_token_id, max_length=self.max_length),
+            data_collator=partial(
+                collate,
+                pad_token_id=self.tokenizer.pad_token_id,
+                max_length=self.max_length,
+                targets=self.targets,
+            ),
             train_dataset=EpochOrder(self.sets["train"], seed, self.steps * rows_per_step, rows_per_step),
             eval_dataset=self.sets["validation"],
-            compute_metrics=lambda outputs: classification_metrics(outputs.predictions, outputs.label_ids),
+            compute_metrics=lambda outputs: self.scores(outputs.predictions, outputs.label_ids),
             processing_class=self.tokenizer,
         )
         title = f"{self.task.name}, seed {seed}"
-        if code := train(trainer, self.console, title, score="accuracy", unit="rows", units_per_step=rows_per_step):
+        if code := train(trainer, self.console, title, score=score, unit="rows", units_per_step=rows_per_step):
             return code
         best = trainer.state.best_global_step
         checkpoint = _check_intact(folder / f"checkpoint-{best}")
         trainer._load_from_checkpoint(str(checkpoint))
         scores = trainer.evaluate(self.sets["test"], metric_key_prefix="test")
-        result = {"seed": seed, "step": best, "validation_accuracy": trainer.state.best_metric}
-        result |= {name: scores[f"test_{name}"] for name in ("accuracy", "f1")}
+        result = {"seed": seed, "step": best, f"validation_{score}": trainer.state.best_metric}
+        result |= {name: scores[f"test_{name}"] for name in self.problem.scores}
 
         def fill(unfinished: Path) -> None:
             shutil.copy(checkpoint / MODEL, unfinished / MODEL)
@@ -201,17 +240,20 @@ class FineTuning:
             "reported_on": task.reported_on,
             "rows": len(task.test),
             "note": task.note,
-            **{name: spread([result[name] for result in seeds]) for name in ("accuracy", "f1")},
-            "f1_of": tasks.f1_of(task.label_names),
+            "problem": task.problem,
+            **{name: spread([result[name] for result in seeds]) for name in self.problem.scores},
+            **f1_of(task.problem, task.label_names),
             "seeds": seeds,
             "made_with": sentence(command),
         }
         if not self._is_reported(results):
             self._save_best(seeds, results, start_hash, command)
-        for name in ("accuracy", "f1"):
-            each = ", ".join(f"{100 * result[name]:.2f}" for result in seeds)
-            mean = plus_minus(results[name], 2, scale=100)
-            self.console.print(f"{name} in %: {mean} (seeds: {each})", highlight=False)
+        is_share = task.problem != "regression"
+        for name in self.problem.scores:
+            digits, scale, unit = (2, 100, " in %") if is_share else (digits_of(results[name][0]), 1, "")
+            each = ", ".join(plus_minus([result[name]], digits, scale) for result in seeds)
+            mean = plus_minus(results[name], digits, scale)
+            self.console.print(f"{SCORES[name]}{unit}: {mean} (seeds: {each})", highlight=False)
         where = f"on {counted(len(task.test), 'row')} of {task.reported_on}{task.note and f'; {task.note}'}"
         files = f"scores in {out / 'results.json'}, best model in {out / 'model'}"
         self.console.print(where, files, sep="\n", markup=False, highlight=False)
@@ -226,18 +268,23 @@ class FineTuning:
     def _save_best(self, seeds: list[dict[str, Any]], results: dict[str, Any], start_hash: str, command: str) -> None:
         """Write the scores, and the best model with its card."""
         task, out = self.task, self.out
-        best = max(seeds, key=lambda result: result["validation_accuracy"])
+        select = max if self.problem.higher_is_better else min
+        best = select(seeds, key=lambda result: result[f"validation_{self.problem.scores[0]}"])
         weights = load_file(out / f"seed-{best['seed']}" / BEST / MODEL)
+        scores = []
+        for name in self.problem.scores:
+            digits = digits_of(results[name][0]) if task.problem == "regression" else 4
+            of = f" of {results['f1_of']}" if name == "f1" else ""
+            scores.append(f"- {SCORES[name]}{of}: {plus_minus(results[name], digits)}")
         text = f"""\
 Fine-tuned from `{self.model}` (sha256 `{start_hash}`); the best of {len(seeds)} seeds on the validation set.
 On {counted(len(task.test), "row")} of {task.reported_on}; mean over seeds and standard deviation:
 
-- accuracy: {plus_minus(results["accuracy"], 4)}
-- F1 of {results["f1_of"]}: {plus_minus(results["f1"], 4)}
+{chr(10).join(scores)}
 
-{task.note}
+{USE[task.problem]}{task.note}
 """
-        classifier = new_classifier(self.encoder, task.label_names)
+        classifier = new_classifier(self.encoder, task.label_names, task.problem)
         card = model_card("text-classification", f"A Linformer fine-tuned on {task.name}", text, command)
         save_model(out / "model", classifier, weights, self.tokenizer, card)
         write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
@@ -251,14 +298,47 @@ def load_encoder(folder: Path, max_length: int) -> LinformerModel:
     return encoder
 
 
-def new_classifier(encoder: LinformerModel, label_names: list[str]) -> LinformerForSequenceClassification:
-    """A classifier with a copy of an encoder and a new head."""
+def new_classifier(
+    encoder: LinformerModel, label_names: list[str], problem: str = "single"
+) -> LinformerForSequenceClassification:
+    """A classifier, or a regression, with a copy of an encoder and a new head."""
     config = copy.deepcopy(encoder.config)
     config.id2label = dict(enumerate(label_names))
     config.label2id = {name: number for number, name in enumerate(label_names)}
+    config.problem_type = PROBLEMS[problem].problem_type
     classifier = LinformerForSequenceClassification(config)
     classifier.base_model.load_state_dict(encoder.state_dict())
     return classifier
+
+
+class RegressionTrainer(ExactTrainer):
+    """Trains on standardized numbers, and saves models that give numbers in the units of the labels.
+
+    Training reaches numbers of any size at the same learning rate. Saving and loading are exact, since `scale` is a
+    power of two, and the bias of the output, which becomes the mean, stays 0 in training.
+    """
+
+    def __init__(self, model: LinformerForSequenceClassification, *args: Any, mean: float, scale: float, **kwargs: Any):
+        self.mean, self.scale, self.output = mean, scale, model.classifier.output
+        nn.init.zeros_(self.output.bias).requires_grad_(False)
+        super().__init__(model, *args, **kwargs)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        weights = super().full_weights()
+        weights[f"{OUTPUT}.weight"] *= self.scale
+        weights[f"{OUTPUT}.bias"] += self.mean
+        return weights
+
+    @torch.no_grad()
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.output.weight.div_(self.scale)
+        self.output.bias.sub_(self.mean)
+
+
+def digits_of(value: float) -> int:
+    """The decimals that show four digits of a number."""
+    return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 4
 
 
 def _check_intact(folder: Path) -> Path:

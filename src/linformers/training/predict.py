@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -28,12 +29,14 @@ from .batches import Block, TextEncoder, batches_of, default_tokens, inputs_of
 from .checkpoints import load_whole
 from .corpus import Corpus, tokenizer_hash
 from .data import MAX_ROW, TABLES, file_type, open_text, table_rows
+from .labels import f1_of, problem_of, scores_of
 from .rows import IGNORED, Vocabulary, already_batched, load_tokenizer
 
 FILL_MASK, CLASSIFY = "fill-mask", "text-classification"
 MODELS = {FILL_MASK: LinformerForMaskedLM, CLASSIFY: LinformerForSequenceClassification}
 BLANK = "the {} is blank"
 PREDICTED = "predicted_"  # before the names of answers, if the table has a column of one of them
+ANSWERS = {None: ["guesses"], "single": ["label", "score"], "multi": ["labels"], "regression": ["value"]}
 BRANCHES = ("projected", "window")
 
 
@@ -64,8 +67,9 @@ def predict(
         model: its folder.
         file: a table (jsonl, csv, tsv, parquet), or lines.
         out: a stream, which gets JSON objects, or a new file that ends in .jsonl, .csv or .parquet. The answers are
-            columns of the table: `label` and `score`, or `guesses` for a mask, and `error` for a row that is blank or
-            wrong; `predicted_label` and so on if the table has a column of one of these names.
+            columns of the table: `label` and `score`, `labels` with a list of both, `value` for a number, or `guesses`
+            for a mask, and `error` for a row that is blank or wrong; `predicted_label` and so on if the table has a
+            column of one of these names.
         text: the column of a table that holds the text, or two separated by a comma.
         pairs: whether a line has two texts separated by a tab.
         best: the number of guesses for a mask.
@@ -86,7 +90,7 @@ def predict(
     if is_table and pairs:
         raise UserError("pairs has no effect on a table: name two columns of texts, separated by a comma")
     predictor = Predictor(model, best, tokens, pairs or text.count(",") == 1)
-    writing = open_output(out, file) if isinstance(out, Path) else nullcontext(JsonLines(out))
+    writing = open_output(out, predictor.answers) if isinstance(out, Path) else nullcontext(JsonLines(out))
     with writing as writer, nullcontext(sys.stdin) if file is None or is_table else open_text(file) as opened:
         if is_table:
             assert file is not None
@@ -166,6 +170,8 @@ class Predictor:
         if pairs and not self.classifies:
             raise UserError(f"pairs has no effect on model={str(model)!r}, which fills in masks")
         self.network = load_model(model, purpose)
+        self.problem = problem_of(self.network.config, model) if self.classifies else None
+        self.answers = ANSWERS[self.problem]  # the columns
         self.encoder = TextEncoder(self.tokenizer, self.tokenizer.model_max_length)
         self.rows = self.errors = 0  # what `run` has written
 
@@ -191,7 +197,10 @@ class Predictor:
         return wrong
 
     def _labels(self, block: Block) -> Iterator[dict[str, Any]]:
-        """The best label of each text with its score, as in a pipeline; nothing for a text without tokens."""
+        """The answer for each text, as in a pipeline; nothing for a text without tokens.
+
+        It is the best label with its score, all labels with a score above 0.5, or a value.
+        """
         config = self.network.config
         logits = logits_of(self.network, block, self.encoder, self.tokenizer.pad_token_id, self.batch_tokens)
         for has_tokens, own in zip(block.parts_of_texts(), torch.from_numpy(logits), strict=True):
@@ -200,10 +209,14 @@ class Predictor:
                 continue
             if own.isnan().any():
                 refuse_nan(self.model)
-            several = config.problem_type == "multi_label_classification" or len(own) == 1
-            scores = own if config.problem_type == "regression" else own.sigmoid() if several else own.softmax(-1)
-            best = int(scores.argmax())
-            yield {"label": config.id2label[best], "score": float(scores[best])}
+            if self.problem == "regression":
+                yield {"value": float(own)}
+                continue
+            scores = own.sigmoid() if self.problem == "multi" or len(own) == 1 else own.softmax(-1)
+            order = scores.argsort(descending=True, stable=True).tolist()
+            best = [i for i in order if scores[i] > 0.5] if self.problem == "multi" else order[:1]
+            found = [{"label": config.id2label[i], "score": float(scores[i])} for i in best]
+            yield {"labels": found} if self.problem == "multi" else found[0]
 
     def _check_mask(self, row: Row) -> Row:
         mask = self.tokenizer.mask_token
@@ -290,15 +303,15 @@ class JsonLines:
 
 
 class Csv:
-    """Answers as columns of a table; guesses as JSON."""
+    """Answers as columns of a table; lists as JSON."""
 
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
+    def __init__(self, file: TextIO, answers: list[str]) -> None:
+        self.file, self.answers = file, answers
         self.writer: Any = None
 
     def write(self, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         if self.writer is None:
-            self.writer = csv.DictWriter(self.file, names_of(rows))
+            self.writer = csv.DictWriter(self.file, names_of(rows, self.answers))
             self.writer.writeheader()
         for row in map(merged, rows):
             as_json = {name: json.dumps(v, ensure_ascii=False) for name, v in row.items() if isinstance(v, list | dict)}
@@ -308,8 +321,8 @@ class Csv:
 class Parquet:
     """Answers as columns of a table; the first block of rows decides the types of the others."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, answers: list[str]) -> None:
+        self.path, self.answers = path, answers
         self.writer: Any = None
 
     def write(self, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -318,12 +331,13 @@ class Parquet:
 
         try:
             if self.writer is None:
-                types = {"error": pyarrow.string(), "label": pyarrow.string(), "score": pyarrow.float64()}
-                word = pyarrow.struct({"word": pyarrow.string(), "score": pyarrow.float64()})
-                types["guesses"] = pyarrow.list_(word)
+                text, real = pyarrow.string(), pyarrow.float64()
+                types = {"error": text, "label": text, "score": real, "value": real}
+                types["guesses"] = pyarrow.list_(pyarrow.struct({"word": text, "score": real}))
+                types["labels"] = pyarrow.list_(pyarrow.struct({"label": text, "score": real}))
                 columns = [row for row, _ in rows]
                 found = pyarrow.Table.from_pylist(columns).schema
-                for name in names_of(rows)[len(found) :]:
+                for name in names_of(rows, self.answers)[len(found) :]:
                     found = found.append(pyarrow.field(name, types[name.removeprefix(PREDICTED)]))
                 self.writer = pyarrow.parquet.ParquetWriter(self.path, found)
             table = pyarrow.Table.from_pylist(list(map(merged, rows)), self.writer.schema)
@@ -332,10 +346,9 @@ class Parquet:
         self.writer.write_table(table)
 
 
-def names_of(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+def names_of(rows: list[tuple[dict[str, Any], dict[str, Any]]], answers: list[str]) -> list[str]:
     """The columns of a table with answers."""
     own = list(dict.fromkeys(name for row, _ in rows for name in row))
-    answers = ["guesses"] if any("guesses" in answer for _, answer in rows) else ["label", "score"]
     return own + [prefix_of(own) + name for name in (*answers, "error")]
 
 
@@ -346,13 +359,17 @@ def merged(row: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
 
 def prefix_of(columns: Iterable[str]) -> str:
     """What precedes the names of the answers."""
-    return PREDICTED if {"label", "score", "guesses", "error"} & {*columns} else ""
+    return PREDICTED if {"error"}.union(*ANSWERS.values()) & {*columns} else ""
 
 
 @contextmanager
-def open_output(path: Path, source: Path | None) -> Iterator[Any]:
+def open_output(path: Path, answers: list[str]) -> Iterator[Any]:
     """A new file that appears when it is complete, also if some rows were wrong."""
-    kinds: dict[str, Any] = {".jsonl": JsonLines, ".csv": Csv, ".parquet": Parquet}
+    kinds: dict[str, Any] = {
+        ".jsonl": JsonLines,
+        ".csv": partial(Csv, answers=answers),
+        ".parquet": partial(Parquet, answers=answers),
+    }
     check_choice("the ending of out", path.suffix, kinds)
     check_new_file("out", path)
     unfinished, complete = path.with_name(f".{path.name}.unfinished"), False
@@ -401,8 +418,8 @@ def evaluate(
         return _score(network, model, tasks.load(task, data, text=text, label=label), console)
     if data is not None:
         raise UserError(f"data={str(data)!r} has no effect on task={task!r}, which is a file")
-    names = list(network.config.id2label.values())
-    return _score(network, model, tasks.load_rows(Path(task), text, label, names), console)
+    names, problem = list(network.config.id2label.values()), problem_of(network.config, model)
+    return _score(network, model, tasks.load_rows(Path(task), text, label, names, problem), console)
 
 
 def perplexity(
@@ -431,7 +448,7 @@ def perplexity(
 
 
 def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console: Console) -> dict[str, Any]:
-    """Accuracy and F1 of a classifier on the test set of a task."""
+    """The metrics of a model on the test set of a task."""
     names = list(network.config.id2label.values())
     if names != task.label_names:
         raise UserError(f"model={str(model)!r} has the labels {names}, task {task.name!r} has {task.label_names}")
@@ -446,9 +463,9 @@ def _score(network: PreTrainedModel, model: Path, task: tasks.TaskData, console:
             bars.advance(bar, len(block.texts))
     if note := str(count):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-    metrics = tasks.classification_metrics(np.concatenate(logits), np.array([own.label for own in task.test]))
-    result = {**metrics, "f1_of": tasks.f1_of(names), "rows": len(task.test)}
-    return {**result, "reported_on": task.reported_on, "note": task.note}
+    targets = task.targets([own.label for own in task.test])
+    metrics = {**scores_of(task.problem, np.concatenate(logits), targets), **f1_of(task.problem, names)}
+    return {**metrics, "rows": len(task.test), "reported_on": task.reported_on, "note": task.note}
 
 
 def load_model(folder: Path, purpose: str) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ class Example(NamedTuple):
 
     text: str
     pair: str | None
-    label: int
+    label: int | float | tuple[int, ...]  # a class, a number, or several classes
 
 
 def load_tokenizer(folder: Path, max_length: int = 0) -> PreTrainedTokenizerBase:
@@ -181,8 +181,16 @@ def longest_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -len(row["input_ids"]))
 
 
-def collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int, max_length: int) -> dict[str, Tensor]:
-    """A batch as wide as its longest row, rounded up to a multiple of 8, at most `max_length`."""
+def collate(
+    rows: Sequence[Mapping[str, Any]],
+    pad_token_id: int,
+    max_length: int,
+    targets: Callable[[list[Any]], np.ndarray] = np.array,
+) -> dict[str, Tensor]:
+    """A batch as wide as its longest row, rounded up to a multiple of 8, at most `max_length`.
+
+    `targets` turns labels into what the model takes.
+    """
     lengths = [len(row["input_ids"]) for row in rows]
     width = min(-(-max(lengths) // 8) * 8, max_length)
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
@@ -191,7 +199,7 @@ def collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int, max_length: in
     return {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
-        "labels": torch.tensor([row["label"] for row in rows]),
+        "labels": torch.from_numpy(targets([row["label"] for row in rows])),
     }
 
 
