@@ -76,7 +76,7 @@ for _name, _long in PLOTTED[8192].items():
 
 # Recall of a word hidden in texts of about n tokens, further from the answer than any window reaches in 8 layers.
 SECRETS = {4096: recall.Sizes(16000, 500, 2700, 1350, 2650), 8192: recall.Sizes(6400, 500, 5400, 2700, 5300)}
-READERS = {4096: (LINFORMER, UPPER, WINDOW, WIDE), 8192: ("k=256 w=64, n=1024 to 8192", WINDOW)}
+READERS = {4096: (LINFORMER, WINDOW), 8192: ("k=256 w=64, n=1024 to 8192", WINDOW)}
 
 
 def run_name(name: str, seed: int = 0) -> str:
@@ -113,7 +113,11 @@ def recall_job(work: Workspace, name: str, n: int, first: Job) -> Job:
     """A model fine-tuned to name the secret, and what it knows without one kind of keys."""
     folder = recall.files(work, SECRETS[n], f"recall-{n}", ("wiki", "books"))
     task = Task([str(folder / "train.jsonl"), "--test", str(folder / "test.jsonl")], hashes(folder))
-    tuning = recall.TINY if work.small else Tuning(1, 1, 65536 // n, 2e-4, n)
+    tuning = (
+        recall.TINY
+        if work.small
+        else Tuning(seeds=1, epochs=2, batch_size=2**15 // n, learning_rate=5e-4, max_length=n)
+    )
     job = finetuning(work, recall_name(name, n), task, tuning, first)
 
     def collect() -> dict[str, Any]:
