@@ -116,7 +116,7 @@ def recall_job(work: Workspace, name: str, n: int, first: Job) -> Job:
     tuning = (
         recall.TINY
         if work.small
-        else Tuning(seeds=1, epochs=2, batch_size=2**15 // n, learning_rate=5e-4, max_length=n)
+        else Tuning(seeds=1, epochs=2, batch_size=2**15 // n, learning_rate=1e-3, max_length=n)
     )
     job = finetuning(work, recall_name(name, n), task, tuning, first)
 
