@@ -12,12 +12,13 @@ import pytest
 import torch
 import typer
 
+from linformers import LinformerConfig, LinformerModel
 from linformers.convert import from_pretrained
 from linformers_cli import run_script
 
 from ..test_convert import original
 from ..training.small import write_table
-from ..training.test_adopt import source
+from ..training.test_adopt import source, tokenizer
 from .test_efficiency import out_of_memory
 
 
@@ -164,6 +165,33 @@ def test_distillation(tmp_path, run, capsys):
     assert list(again) == ["copied", "all", recipe[3], "cosine"]
     assert run("distillation", model, *files, *shape, "--recipe", "speed=1") == 2
     assert "recipe='speed=1' is not one of hidden states" in capsys.readouterr().err
+
+
+def test_speed_of_embedding(tmp_path, run, capsys):
+    import embedding
+
+    encoder = tmp_path / "encoder"
+    config = LinformerConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                             intermediate_size=16, max_position_embeddings=32, projected_length=4)  # fmt: skip
+    LinformerModel(config).save_pretrained(encoder)
+    letters = tokenizer()
+    letters.model_max_length = 32
+    letters.save_pretrained(encoder)
+    write_table(tmp_path / "texts.jsonl", [{"text": "abc " * length} for length in (1, 9, 40, 3)])
+    arguments = [encoder, "--text", tmp_path / "texts.jsonl", "--length", 40, "--seconds", 0.1, "--out", tmp_path]
+    assert run("embedding", *arguments, "--documents", 3, "--rounds", 2) == 0
+    record = json.loads((tmp_path / "embedding.json").read_text())
+    ready, embedded = (np.median(values) for values in record["tokens_per_second"].values())
+    assert all(len(values) == 2 for values in record["tokens_per_second"].values())
+    assert record["share"] == pytest.approx(embedded / ready)
+    assert run("embedding", *arguments, "--documents", 4) == 2  # one is too long
+    assert "documents=1 more" in capsys.readouterr().err
+    network = Mock(side_effect=lambda input_ids: Mock(last_hidden_state=torch.zeros(input_ids.shape)))
+    network.config.vocab_size = 99
+    model = Mock(network=network, batch_tokens=64, device="cpu")
+    model.encoder.max_length = 30
+    assert embedding.ready_speed(model, 0.05) > 0
+    assert network.call_args.kwargs["input_ids"].shape == (2, 30)  # rows of full length
 
 
 def test_embed():

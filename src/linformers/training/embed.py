@@ -252,22 +252,40 @@ def embed_files(
     if out.suffix not in (".npy", ".parquet"):
         raise UserError(f"out={str(out)!r} must be a file that ends in .npy or .parquet")
     checks.check_new_file("out", out)
-    folder = out.with_name(f"{out.name}.parts")
-    documents = Documents(sources, text, id, leave_out=folder)
+    documents = Documents(sources, text, id, leave_out=blocks_of(out))
     with processes() as (rank, count):
         embedder = Embedder(model, Settings(**settings), characters=documents.characters())
+        embed_documents(embedder, documents, out, console, command, rank, count)
+
+
+def embed_documents(
+    embedder: Embedder,
+    documents: Documents,
+    out: Path,
+    console: Console,
+    command: str,
+    rank: int = 0,
+    processes: int = 1,
+) -> None:
+    """See `embed_files`."""
+    folder = blocks_of(out)
+    if rank == 0:
+        checks.make_folder("out", folder)
+    with checkpoints.locked(folder) if rank == 0 else nullcontext():
         if rank == 0:
-            checks.make_folder("out", folder)
-        with checkpoints.locked(folder) if rank == 0 else nullcontext():
-            if rank == 0:
-                precision = str(embedder.network.dtype).removeprefix("torch.")
-                _claim(folder, {**embedder.describe(), "precision": precision})
-            _wait(count)
-            blocks = _write_blocks(embedder, documents, folder, rank, count, console)
-            _wait(count)
-            if rank == 0:
-                info = embedder.describe() | _inputs(documents)
-                _join(folder, blocks, out, info, documents, console, command)
+            precision = str(embedder.network.dtype).removeprefix("torch.")
+            _claim(folder, {**embedder.describe(), "precision": precision})
+        _wait(processes)
+        blocks = _write_blocks(embedder, documents, folder, rank, processes, console)
+        _wait(processes)
+        if rank == 0:
+            info = embedder.describe() | _inputs(documents)
+            _join(folder, blocks, out, info, documents, console, command)
+
+
+def blocks_of(out: Path) -> Path:
+    """The folder of the blocks of a file of vectors that is not finished."""
+    return out.with_name(f"{out.name}.parts")
 
 
 @contextmanager
