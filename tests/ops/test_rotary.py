@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from linformers import reference
 from linformers.ops import rotary
@@ -88,5 +89,4 @@ def test_empty():
 
 def test_is_a_valid_operator():
     x, turn = inputs(33)
-    for inverse in (False, True):
-        torch.library.opcheck(rotary._rotate, (x, turn.cos, turn.sin, inverse))
+    library.opcheck(rotary._rotate, (x, turn.cos, turn.sin))

@@ -43,7 +43,7 @@ class Rotation(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate `x` (b, h, n, d_head)."""
         if x.device.type in dispatch.DEVICES and fits_kernel(x, self.cos):
-            return _rotate(x, self.cos, self.sin, False).transpose(1, 2)
+            return _rotate(x, self.cos, self.sin).transpose(1, 2)
         first, second = x.chunk(2, -1)
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -74,15 +74,15 @@ def fits_kernel(x: Tensor, cos: Tensor) -> bool:
 
 
 @library.custom_op("linformers::rotate", mutates_args=())
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """`x` (b, h, n, d_head) rotated, or rotated back, as (b, n, h, d_head)."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` (b, h, n, d_head) rotated, as (b, n, h, d_head)."""
     from .kernels.rotary import rotate as kernel
 
     (b, h, n, d), cos, sin = x.shape, cos.contiguous(), sin.contiguous()
     output = x.new_empty(b, n, h, d)
     x, out = upcast_if_interpreted(x), upcast_if_interpreted(output)
     table_stride = n * d // 2 if cos.dim() > 2 and len(cos) > 1 else 0  # of a row of the batch
-    sizes = {"HALF": d // 2, "ROWS": ROWS, "COLUMNS": next_power_of_2(d // 2), "INVERSE": inverse}
+    sizes = {"HALF": d // 2, "ROWS": ROWS, "COLUMNS": next_power_of_2(d // 2)}
     if x.numel():
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             programs = b * ceil_div(n, ROWS)
@@ -92,19 +92,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 @_rotate.register_fake
-def _(x, cos, sin, inverse):  # type: ignore[no-untyped-def]
+def _(x, cos, sin):  # type: ignore[no-untyped-def]
     b, h, n, d = x.shape
     return x.new_empty(b, n, h, d)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    _, cos, sin, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    return _rotate(gradient.transpose(1, 2), cos, sin, not ctx.inverse).transpose(1, 2), None, None, None
+    back = Rotation(*ctx.saved_tensors).inverse()
+    return _rotate(gradient.transpose(1, 2), *back).transpose(1, 2), None, None
 
 
 _rotate.register_autograd(_differentiate, setup_context=_save)

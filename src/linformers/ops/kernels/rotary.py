@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def rotate(
     X, COS, SIN, OUT, heads, n, x_b, x_h, x_n, x_d, table_b,
-    HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of tokens in all heads, so that cosines and sines are loaded once. OUT is (b, n, h, 2 HALF)."""
     blocks, pid = tl.cdiv(n, ROWS), tl.program_id(0)
@@ -16,8 +16,6 @@ def rotate(
     inside = (rows < n) & (channels < HALF)
     angle = batch * table_b + rows * HALF + channels
     cos, sin = tl.load(COS + angle, mask=inside, other=0.0), tl.load(SIN + angle, mask=inside, other=0.0)
-    if INVERSE:
-        sin = -sin
     X += batch * x_b + rows.to(tl.int64) * x_n + channels * x_d
     OUT += (batch * n + rows) * (heads * 2 * HALF) + channels
     for head in range(heads):
