@@ -8,13 +8,13 @@ tokenizing, padding, pooling and writing; loading and compiling the model do not
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import statistics
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,27 +29,26 @@ from linformers.training.documents import Documents
 from linformers.training.embed import Embedder, Settings, embed_documents
 from linformers_cli import run_script
 
-FRESH = 5  # the smallest id of a token in random batches
+SPECIAL = 5  # at most so many ids are those of special tokens, which random batches leave out
 
 
 def choose(embedder: Embedder, texts: list[Path], column: str, length: int, count: int, folder: Path) -> Path:
     """A file of the first `count` documents of at most `length` tokens."""
-    chosen = folder / "documents.jsonl"
-    with chosen.open("w", encoding="utf-8") as file:
-        for document in Documents(texts, column, "id"):
-            if count and 0 < len(embedder.encoder.block(0, 0, [document]).tokens[0].ids) <= length:
-                file.write(json.dumps({"id": document.id, "text": document.text}) + "\n")
-                count -= 1
-    if count:
-        raise UserError(f"documents={count} more were asked for than the texts have of at most {length} tokens")
-    return chosen
+    block_of = embedder.encoder.block
+    fitting = (own for own in Documents(texts, column, "id") if 0 < len(block_of(0, 0, [own]).tokens[0].ids) <= length)
+    chosen = list(islice(fitting, count))
+    if len(chosen) < count:
+        raise UserError(f"documents={count - len(chosen)} more were asked for than the texts have of at most {length} tokens")
+    path = folder / "documents.jsonl"
+    path.write_text("".join(json.dumps({"id": own.id, "text": own.text}) + "\n" for own in chosen), encoding="utf-8")
+    return path
 
 
 @torch.inference_mode()
 def ready_speed(embedder: Embedder, seconds: float) -> float:
     """Tokens a second of the model alone, on batches of rows of n tokens."""
     n = embedder.encoder.max_length
-    ids = torch.randint(FRESH, embedder.network.config.vocab_size, (max(1, embedder.batch_tokens // n), n))
+    ids = torch.randint(SPECIAL, embedder.network.config.vocab_size, (max(1, embedder.batch_tokens // n), n))
     ids, passes, start = ids.to(embedder.device), 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < seconds or not passes:
         embedder.network(input_ids=ids).last_hidden_state.sum().item()
@@ -60,7 +59,7 @@ def ready_speed(embedder: Embedder, seconds: float) -> float:
 def embedding_speed(embedder: Embedder, documents: Path, out: Path) -> float:
     """Tokens a second from the file of documents to that of vectors."""
     start = time.perf_counter()
-    embed_documents(embedder, Documents([documents], "text", "id"), out, Console(file=io.StringIO()), "")
+    embed_documents(embedder, Documents([documents], "text", "id"), out, Console(quiet=True), "")
     passed = time.perf_counter() - start
     return int(json.loads(out.with_suffix(".json").read_text())["tokens"]) / passed
 
