@@ -18,8 +18,8 @@ from rich.text import Text
 
 # Outside a terminal, seconds between two lines about the same task.
 SILENCE = 30.0
-# Seconds from which the time left is estimated; a step of training can take minutes.
-MEMORY = 3600.0
+# The last seconds, whose speed says how much time is left; a step of training can take minutes.
+SPEED_PERIOD = 3600.0
 
 
 class Bars(rich_progress.Progress):
@@ -73,7 +73,7 @@ class Time(rich_progress.ProgressColumn):
 
 def progress(console: Console, **options: Any) -> Bars:
     what = (TextColumn("{task.description}"), rich_progress.BarColumn(), Amount(), Detail(), Time())
-    return Bars(*what, console=console, speed_estimate_period=MEMORY, **options)
+    return Bars(*what, console=console, speed_estimate_period=SPEED_PERIOD, **options)
 
 
 @contextmanager

@@ -161,10 +161,10 @@ class Embedder:
         for batch, own, rows, found in sums:
             for part, weight, row, values in zip(batch, own, rows, found.cpu().numpy(), strict=True):
                 first = firsts[part.text] + (part.own[0] // size if size else 0)
-                counted = np.bincount(row, weight, minlength=len(values))
+                shares = np.bincount(row, weight, minlength=len(values))
                 stop = min(first + len(values), len(totals))
                 totals[first:stop] += values[: stop - first]
-                weights[first:stop] += counted[: stop - first]
+                weights[first:stop] += shares[: stop - first]
         if np.isnan(totals).any():
             checks.refuse_nan(self.folder)
         totals /= np.maximum(weights, 1)[:, None]
@@ -267,7 +267,7 @@ def embed_documents(
     rank: int = 0,
     processes: int = 1,
 ) -> None:
-    """See `embed_files`."""
+    """`embed_files` with a model that is loaded, in one of several `processes`."""
     folder = blocks_of(out)
     if rank == 0:
         checks.make_folder("out", folder)
@@ -388,11 +388,9 @@ class Meter:
         self.began = time.perf_counter()
 
     def add(self, characters: float, documents: float, tokens: int = 0) -> None:
-        self.done, self.documents, self.tokens = (
-            self.done + characters,
-            self.documents + documents,
-            self.tokens + tokens,
-        )
+        self.done += characters
+        self.documents += documents
+        self.tokens += tokens
 
     def shown(self) -> dict[str, Any]:
         """What a bar shows; it ends when all is written."""
