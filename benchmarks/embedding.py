@@ -38,7 +38,8 @@ def choose(embedder: Embedder, texts: list[Path], column: str, length: int, coun
     fitting = (own for own in Documents(texts, column, "id") if 0 < len(block_of(0, 0, [own]).tokens[0].ids) <= length)
     chosen = list(islice(fitting, count))
     if len(chosen) < count:
-        raise UserError(f"documents={count - len(chosen)} more were asked for than the texts have of at most {length} tokens")
+        missing = count - len(chosen)
+        raise UserError(f"documents={missing} more were asked for than the texts have of at most {length} tokens")
     path = folder / "documents.jsonl"
     path.write_text("".join(json.dumps({"id": own.id, "text": own.text}) + "\n" for own in chosen), encoding="utf-8")
     return path
