@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from ..checks import check_empty_folder
-from ..errors import UserError
-from ..pooling import Pooling
-from .adopt import PURPOSES
-from .checkpoints import load_any
-from .pretrain import save_model
-from .rows import load_tokenizer
+from linformers.checks import check_empty_folder
+from linformers.errors import UserError
+from linformers.pooling import Pooling
+from linformers.training.adopt import PURPOSES
+from linformers.training.checkpoints import load_any
+from linformers.training.pretrain import save_model
+from linformers.training.rows import load_tokenizer
 
 MAX_FILE = 16_000_000  # bytes of a file of weights
 HEADER = 100_000  # of which its header may have so many

@@ -3,19 +3,19 @@
 import json
 
 import torch
+from benchmarks import bundle as bundling
+from benchmarks.bundle import bundle
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from linformers import LinformerForMaskedLM, files
 from linformers.pooling import write_mean_pooling
-from linformers.training import bundle as bundling
 from linformers.training import checkpoints, recipe
-from linformers.training.bundle import bundle
 
 from ..modes import refused
-from . import small
-from .test_adopt import tokenizer
-from .test_contrast import source
-from .test_recipe import RECIPES
+from ..training import small
+from ..training.test_adopt import tokenizer
+from ..training.test_contrast import source
+from ..training.test_recipe import RECIPES
 
 
 def test_a_model_of_32_megabytes_in_files_of_16(tmp_path):
